@@ -1,0 +1,189 @@
+"""The typed configuration tree. Every default of the project stands here, and nowhere else.
+
+Hydra composes ``configs/`` over this schema; the YAML groups hold only what differs from these defaults. A field's
+comment is its documentation: ``docs/reference/configuration.md`` is generated from this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    path: str = "auto"  # hub id or folder; `auto` takes the embedded SmolLM2-135M-Instruct on CPU, `hub_id` on GPU
+    hub_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # what `auto` means on GPU
+    dtype: str = "auto"  # engine and forward dtype: auto, float32, bfloat16; auto: bfloat16 where the hardware has it
+    cache_dir: str | None = None  # converted models; default: $XDG_CACHE_HOME/midflight
+    trust_remote_code: bool = False
+
+
+@dataclass
+class DataConfig:
+    path: str | None = None  # local file; overrides the recipe's own source
+    shuffle: bool = True  # seeded order, reshuffled each epoch
+    options: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, for example the difficulty
+
+
+@dataclass
+class BatchConfig:
+    prompts: int = 8  # prompt groups in a training batch; one batch is one optimizer step
+
+
+@dataclass
+class SamplingConfig:
+    group_size: int = 8  # rollouts of a prompt
+    max_tokens: int = 256  # response budget, cumulative over all resumes
+    min_tokens: int = 0  # no end-of-sequence before this many response tokens
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    stop_token_ids: list[int] = field(default_factory=list)  # besides the model's own end-of-sequence ids
+    ignore_eos: bool = False
+
+
+@dataclass
+class StalenessConfig:
+    max_versions: int = 1  # learner version at consumption minus version of the oldest token; 0 is on-policy
+    on_expired: str = "mask_tokens"  # mask_tokens, drop_rollout, drop_group: what happens to tokens past the bound
+    max_running_groups: int = 0  # concurrency bound besides staleness; 0: what the engines have room for
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"  # grpo, dr_grpo, rloo
+    objective: str = "ppo_clip"  # ppo_clip, reinforce
+    proximal: str = "current"  # anchor of the ratio: current (one update a batch) or behaviour (ratio to the sampler)
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    correction: str = "token_truncate"  # behaviour correction: token_truncate (TIS), token_mask, none
+    correction_cap: float = 2.0  # largest importance weight
+    aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum
+    allow_uncorrected: bool = False  # ask by name to train off-policy data without any behaviour correction
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+
+
+@dataclass
+class LearnerConfig:
+    ranks: int = 1  # data-parallel DeepSpeed ranks
+    zero_stage: int = 0
+    micro_batch_tokens: int = 4096  # token budget of a micro-batch, padding counted
+    packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
+    logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
+    gradient_checkpointing: bool = False
+    cpu_threads: int = 0  # 0: torch's default
+    timeout: float = 1800.0  # seconds a learner call may take
+
+
+@dataclass
+class EngineConfig:
+    count: int = 1
+    tensor_parallel: int = 1
+    max_running: int = 64  # sequences an engine runs at a time
+    max_model_len: int = 0  # context length; 0: longest prompt plus sampling.max_tokens
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.85
+    kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: enough for max_running sequences
+    cpu_threads_bind: str = "auto"  # CPU: cores of the engine, as VLLM_CPU_OMP_THREADS_BIND
+    start_timeout: float = 900.0  # seconds until an engine must have started
+    rollout_timeout: float = 900.0  # seconds a rollout may go without a new token
+
+
+@dataclass
+class WeightSyncConfig:
+    mode: str = "abort"  # what happens to running requests: abort
+    backend: str = "auto"  # auto, gloo, nccl
+    bucket_mib: int = 25  # packed bytes that travel in one collective
+    timeout: float = 120.0  # seconds each step of a push may take
+    address: str = "auto"  # where the learner's first rank listens; auto: its node's address, loopback when local
+
+
+@dataclass
+class RewardConfig:
+    timeout: float = 60.0  # seconds a reward call may take; past it the rollouts are excluded and counted
+    workers: int = 4  # threads that run plain reward functions
+
+
+@dataclass
+class RolloutLogConfig:
+    every: int = 10  # write every trained rollout of each n-th step; 0: never
+
+
+@dataclass
+class TableLogConfig:
+    every: int = 5  # print a table of completions each n-th step; 0: never
+    rows: int = 4
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "auto"  # auto: online when logged in, else offline; online, offline, disabled
+    project: str = "midflight"
+    entity: str | None = None
+    name: str | None = None
+    group: str | None = None
+
+
+@dataclass
+class LoggerConfig:
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    rollouts: RolloutLogConfig = field(default_factory=RolloutLogConfig)
+    table: TableLogConfig = field(default_factory=TableLogConfig)
+    progress: bool = True  # a progress bar when the output is a terminal
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints; 0: only at the end and on interrupt
+    keep: int = 2
+
+
+@dataclass
+class RayConfig:
+    address: str | None = None  # an existing cluster; none: a local instance bound to loopback
+
+
+@dataclass
+class ShutdownConfig:
+    timeout: float = 25.0  # seconds from an interrupt to the end of the process
+
+
+@dataclass
+class Config:
+    name: str = MISSING  # the recipe's name; its YAML file sets it
+    task: str = MISSING  # dotted path of the task factory
+    hardware: str = "auto"  # auto, cpu, gpu, cluster: set by the hardware group
+    seed: int = 0
+    steps: int = MISSING  # optimizer steps
+    run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
+    resume: str = "auto"  # auto, never, or the path of a checkpoint
+    reward: Any = None  # dotted path, or a list of {name, function, weight}; none: the task's own
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    rewarding: RewardConfig = field(default_factory=RewardConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    shutdown: ShutdownConfig = field(default_factory=ShutdownConfig)
