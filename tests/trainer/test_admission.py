@@ -1,0 +1,178 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from generator.rollout import Group, Prompt, Rollout, ScoredRollout
+from trainer.admission import Admission, expire
+
+
+def admission(**changes) -> Admission:
+    return Admission(**{"batch_prompts": 4, "max_versions": 1, "max_running": 100, **changes})
+
+
+def admit(places: Admission, count: int) -> None:
+    for _ in range(count):
+        places.admit()
+
+
+def test_a_bound_of_zero_admits_exactly_one_batch_per_version():
+    places = admission(max_versions=0)
+    admit(places, 4)
+    assert places.capacity() == 0
+    for _ in range(4):
+        places.finished()
+    places.learned(4)
+    assert places.capacity() == 0
+    places.published(1)
+    assert places.capacity() == 4
+
+
+def test_a_bound_of_two_lets_sampling_run_two_batches_ahead():
+    assert admission(max_versions=2).capacity() == 12
+
+
+def test_concurrency_is_bounded_apart_from_staleness():
+    assert admission(max_running=3).capacity() == 3
+
+
+@pytest.mark.parametrize("leave", ["failed", "filtered"])
+def test_a_group_that_is_dropped_frees_its_place(leave):
+    places = admission()
+    before = places.capacity()
+    places.admit()
+    if leave == "filtered":
+        places.finished()
+    getattr(places, leave)("because")
+    assert places.capacity() == before
+    assert places.dropped == {"because": 1}
+
+
+def test_nothing_is_sampled_for_a_step_that_never_comes():
+    places = admission(total_groups=5)
+    admit(places, 5)
+    assert places.capacity() == 0
+
+
+def test_a_resumed_run_has_the_same_bound_as_a_fresh_one():
+    assert admission(version=7, consumed=28).capacity() == admission().capacity()
+
+
+def test_a_version_out_of_order_is_refused():
+    with pytest.raises(RuntimeError, match="published"):
+        admission().published(2)
+
+
+def test_admitting_without_a_place_is_refused():
+    with pytest.raises(RuntimeError, match="no place"):
+        admission(max_running=0).admit()
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Groups are admitted, finish, fail and are dropped in any order; batches are learned and versions published."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = admission(batch_prompts=3, max_versions=2, max_running=7)
+        self.ages: list[int] = []
+
+    @precondition(lambda self: self.places.capacity() > 0)
+    @rule()
+    def admit(self):
+        self.places.admit()
+
+    @precondition(lambda self: self.places.running > 0)
+    @rule()
+    def finish(self):
+        self.places.finished()
+
+    @precondition(lambda self: self.places.running > 0)
+    @rule()
+    def fail(self):
+        self.places.failed("failed")
+
+    @precondition(lambda self: self.places.buffered > 0)
+    @rule()
+    def drop(self):
+        self.places.filtered("filtered")
+
+    @precondition(lambda self: self.places.buffered >= 3)
+    @rule()
+    def learn_and_publish(self):
+        self.places.learned(3)
+        self.places.published(self.places.version + 1)
+
+    @rule(restart=st.just(True))
+    def restart(self, restart):
+        old = self.places
+        self.places = admission(
+            batch_prompts=3, max_versions=2, max_running=7, version=old.version, consumed=old.version * 3
+        )
+
+    @invariant()
+    def the_bound_holds_and_no_place_is_lost(self):
+        places = self.places
+        assert places.running + places.buffered + places.consumed <= (places.version + 3) * 3
+        assert 0 <= places.running <= 7
+        assert places.consumed == places.version * 3
+        # Whatever happened, either something may start, or something is under way or ready to be learned from.
+        assert places.capacity() > 0 or places.running > 0 or places.buffered >= 3
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def group(*versions: tuple[int, ...]) -> Group:
+    rollouts = tuple(
+        ScoredRollout(
+            Rollout(
+                id=str(number),
+                prompt_token_ids=(1,),
+                response_token_ids=(5,) * len(tags),
+                logprobs=(-1.0,) * len(tags),
+                versions=tags,
+                loss_mask=(True,) * len(tags),
+            ),
+            "",
+            1.0,
+            {},
+        )
+        for number, tags in enumerate(versions)
+    )
+    return Group(Prompt(0, (1,), "", {}), rollouts, admitted_version=0)
+
+
+def masks(kept: Group) -> list[tuple[bool, ...]]:
+    return [scored.rollout.loss_mask for scored in kept.rollouts]
+
+
+def test_a_group_within_the_bound_is_untouched():
+    fresh = group((4, 5), (5, 5))
+    assert expire(fresh, version=6, max_versions=2, on_expired="mask_tokens").group is fresh
+
+
+def test_masking_takes_out_exactly_the_tokens_past_the_bound():
+    kept = expire(group((3, 4, 5), (5, 5)), version=6, max_versions=1, on_expired="mask_tokens")
+    assert kept.tokens == 2
+    assert masks(kept.group) == [(False, False, True), (True, True)]
+
+
+def test_dropping_a_rollout_takes_out_all_its_tokens_and_keeps_the_others():
+    kept = expire(group((3, 4, 5), (5, 5)), version=6, max_versions=1, on_expired="drop_rollout")
+    assert kept.tokens == 3
+    assert masks(kept.group) == [(False, False, False), (True, True)]
+
+
+def test_dropping_a_group_takes_out_everything():
+    kept = expire(group((3, 4, 5), (5, 5)), version=6, max_versions=1, on_expired="drop_group")
+    assert kept == type(kept)(None, 5)
+
+
+def test_a_group_without_a_token_to_learn_from_is_dropped():
+    assert expire(group((3,), (2, 2)), version=6, max_versions=1, on_expired="mask_tokens").group is None
+
+
+def test_a_bound_of_zero_is_a_bound():
+    kept = expire(group((5, 6), (6,)), version=6, max_versions=0, on_expired="mask_tokens")
+    assert masks(kept.group) == [(False, True), (True,)]

@@ -1,0 +1,70 @@
+import pytest
+
+from trainer.checks import VALUES, ConfigError, all_keys, get
+from trainer.compose import compose_config, with_detected_hardware
+from trainer.config import Config
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k_fully_async", "ci_tiny"])
+@pytest.mark.parametrize("hardware", ["cpu", "gpu", "cluster"])
+def test_every_recipe_composes_on_every_hardware(recipe, hardware):
+    config = compose_config([f"recipe={recipe}", f"hardware={hardware}"])
+    assert config.name == recipe
+    assert config.hardware == hardware
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["recipe=NAME", "ci_tiny"]),
+        (["recipe=ci_tinny"], ["recipe=ci_tinny", "did you mean `ci_tiny`"]),
+        (["receipt=ci_tiny"], ["`receipt`", "did you mean `recipe`"]),
+        (["recipe=ci_tiny", "stepss=3"], ["`stepss`", "did you mean `steps`"]),
+        (["recipe=ci_tiny", "prompts=3"], ["`prompts`", "did you mean `batch.prompts`"]),
+        (["recipe=ci_tiny", "sampling.max_token=3"], ["did you mean `sampling.max_tokens`"]),
+        (["recipe=ci_tiny", "+x=3"], ["`x` is not a key"]),
+        (["recipe=ci_tiny", "steps=many"], ["`steps`", "many", "integer"]),
+        (["recipe=ci_tiny", "steps=0"], ["`steps=0`", "at least 1"]),
+        (["recipe=ci_tiny", "optimizer=3"], ["optimizer", "OptimizerConfig"]),
+        (["recipe=ci_tiny", "algorithm=gpro"], ["algorithm=gpro", "did you mean `grpo`"]),
+        (["recipe=ci_tiny", "algorithm.objective=ppo_clp"], ["did you mean `ppo_clip`"]),
+        (["recipe=ci_tiny", "algorithm.correction=none"], ["importance ratio", "allow_uncorrected"]),
+        (["recipe=ci_tiny", "algorithm.proximal=behaviour"], ["twice"]),
+        (["recipe=ci_tiny", "sampling.temperature=0"], ["greedy"]),
+        (["recipe=ci_tiny", "sampling.top_p=0.9"], ["sampling.top_p"]),
+        (["recipe=ci_tiny", "sampling.group_size=1"], ["group_size=1"]),
+        (["recipe=ci_tiny", "engine.max_model_len=8"], ["no room for a prompt"]),
+        (["recipe=ci_tiny", "learner.ranks=1000"], ["learner.ranks=1000"]),
+        (["recipe=ci_tiny", "hardware=cpu", "weight_sync.backend=nccl"], ["needs GPUs"]),
+        (["recipe=ci_tiny", "batch.prompts=[1,"], ["batch.prompts"]),
+    ],
+)
+def test_a_broken_configuration_is_answered_in_one_paragraph_that_names_the_key(overrides, words):
+    with pytest.raises(ConfigError) as failure:
+        compose_config(overrides)
+    message = str(failure.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_uncorrected_training_is_possible_when_asked_for_by_name():
+    config = compose_config(["recipe=ci_tiny", "algorithm.correction=none", "algorithm.allow_uncorrected=true"])
+    assert config.algorithm.correction == "none"
+
+
+def test_every_checked_key_exists_and_its_default_is_allowed():
+    keys = all_keys()
+    for key, allowed in VALUES.items():
+        assert key in keys
+        assert get(Config(), key) in allowed
+
+
+@pytest.mark.parametrize("arguments", [["recipe=ci_tiny"], ["recipe=ci_tiny", "hardware=auto"]])
+def test_hardware_auto_becomes_what_the_machine_has(arguments):
+    detected = [argument for argument in with_detected_hardware(arguments) if argument.startswith("hardware=")]
+    assert detected in (["hardware=cpu"], ["hardware=gpu"])
+
+
+def test_hardware_is_chosen_before_a_hydra_flag():
+    assert with_detected_hardware(["recipe=ci_tiny", "--cfg", "job"])[1].startswith("hardware=")

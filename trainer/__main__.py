@@ -1,0 +1,49 @@
+"""``python -m trainer recipe=NAME [overrides]``: compose the configuration, check it, run, return the exit code.
+
+Exit codes: 0 done, 1 failed, 2 configuration error, 130 interrupted after writing a checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from trainer.checks import ConfigError
+from trainer.compose import CONFIG_MODULE, compose_config, typed, with_detected_hardware
+
+EXIT_CONFIG = 2
+
+
+def main() -> int:
+    """Run the command line in ``sys.argv`` and return its exit code."""
+    sys.argv[1:] = with_detected_hardware(sys.argv[1:])
+    exit_codes: list[int] = []
+
+    @hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")
+    def job(composed: DictConfig) -> None:
+        from trainer.run import run
+
+        try:
+            exit_codes.append(run(typed(composed)))
+        except ConfigError as error:
+            exit_codes.append(_complain(error))
+
+    if not any(argument.startswith("-") for argument in sys.argv[1:]):
+        # Compose once before Hydra does: its own errors are neither readable nor told apart by the exit code.
+        try:
+            compose_config(sys.argv[1:])
+        except ConfigError as error:
+            return _complain(error)
+    job()
+    return max(exit_codes, default=0)
+
+
+def _complain(error: Exception) -> int:
+    sys.stderr.write(f"Configuration error: {error}\n")
+    return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Staleness and concurrency: one object decides what may start and what may be learned from.
+
+Pure: no clock, no tasks, no framework. The producing and the consuming side ask the same object, so they cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from generator.rollout import Group, Rollout, ScoredRollout
+
+
+@dataclass(slots=True)
+class Admission:
+    """Counts places, in prompt groups.
+
+    Group number ``n`` (counting from 0, dropped groups left out) is learned from in batch ``n // batch_prompts``, at
+    learner version ``n // batch_prompts``. Admitted at version ``v`` it will be at most ``max_versions`` old if
+
+        n // batch_prompts <= v + max_versions
+
+    so the number of groups ever admitted and not dropped may not exceed
+
+        (version + max_versions + 1) * batch_prompts
+
+    With ``max_versions = 0`` exactly one batch is admitted per version: on-policy. Groups that finish late can still
+    grow too old in the buffer; :meth:`expire` deals with their tokens at consumption, so the bound is strict.
+    """
+
+    batch_prompts: int
+    max_versions: int
+    max_running: int
+    """Groups that may be sampled or scored at a time."""
+    total_groups: int | None = None
+    """Groups the run will learn from in all, so that nothing is sampled for a step that never comes; ``None``: endless."""
+    version: int = 0
+    """The learner's version, which is also the last published one."""
+    running: int = 0
+    buffered: int = 0
+    consumed: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Groups that freed their place without being learned from, by cause."""
+
+    def capacity(self) -> int:
+        """How many more groups may be admitted now. Never negative."""
+        admitted = self.running + self.buffered + self.consumed
+        by_staleness = (self.version + self.max_versions + 1) * self.batch_prompts - admitted
+        by_plan = by_staleness if self.total_groups is None else self.total_groups - admitted
+        return max(0, min(by_staleness, by_plan, self.max_running - self.running))
+
+    def admit(self) -> int:
+        """Take a place for one group; returns the version it was admitted at. Raises if there is none."""
+        if self.capacity() < 1:
+            raise RuntimeError("a group was admitted although there was no place for it")
+        self.running += 1
+        return self.version
+
+    def finished(self) -> None:
+        """A running group waits in the buffer now."""
+        self._leave("running")
+        self.buffered += 1
+
+    def failed(self, cause: str) -> None:
+        """A running group gave up; its place is free."""
+        self._leave("running")
+        self._count(cause)
+
+    def filtered(self, cause: str) -> None:
+        """A buffered group will not be learned from; its place is free."""
+        self._leave("buffered")
+        self._count(cause)
+
+    def learned(self, groups: int) -> None:
+        """``groups`` buffered groups went into a batch."""
+        for _ in range(groups):
+            self._leave("buffered")
+        self.consumed += groups
+
+    def published(self, version: int) -> None:
+        """``version`` is what new tokens are sampled from. Raises unless it is the next one."""
+        if version != self.version + 1:
+            raise RuntimeError(f"version {version} was published after version {self.version}")
+        self.version = version
+
+    def _leave(self, place: str) -> None:
+        count = getattr(self, place)
+        if count < 1:
+            raise RuntimeError(f"admission lost count: no group is {place}")
+        setattr(self, place, count - 1)
+
+    def _count(self, cause: str) -> None:
+        self.dropped[cause] = self.dropped.get(cause, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What :func:`expire` left of a group, and how many tokens were too old to be learned from."""
+
+    group: Group | None
+    tokens: int
+
+
+def expire(group: Group, version: int, max_versions: int, on_expired: str) -> Expired:
+    """Apply the staleness bound at consumption, queue time included.
+
+    A token is too old when ``version - token_version > max_versions``. ``mask_tokens`` takes the old tokens out of the
+    loss and keeps the rest of the rollout, so that long and hard rollouts are not starved (V7); ``drop_rollout`` and
+    ``drop_group`` take out the whole rollout or group. A group in which no token may be learned from is ``None``.
+    """
+    oldest_allowed = version - max_versions
+    old = [_old_tokens(scored.rollout, oldest_allowed) for scored in group.rollouts]
+    if not any(old):
+        return Expired(group, 0)
+    if on_expired == "drop_group":
+        return Expired(None, sum(len(scored.rollout.response_token_ids) for scored in group.rollouts))
+    rollouts: list[ScoredRollout] = []
+    tokens = 0
+    for scored, count in zip(group.rollouts, old, strict=True):
+        length = len(scored.rollout.response_token_ids)
+        masked = length if count and on_expired == "drop_rollout" else count
+        tokens += masked
+        mask = (False,) * masked + scored.rollout.loss_mask[masked:]
+        # A dropped rollout keeps its reward: it is still a sample of its group's mean.
+        rollouts.append(replace(scored, rollout=replace(scored.rollout, loss_mask=mask)))
+    if not any(any(scored.rollout.loss_mask) for scored in rollouts):
+        return Expired(None, tokens)
+    return Expired(replace(group, rollouts=tuple(rollouts)), tokens)
+
+
+def _old_tokens(rollout: Rollout, oldest_allowed: int) -> int:
+    """How many leading tokens are older than allowed: versions never decrease along a rollout."""
+    return sum(version < oldest_allowed for version in rollout.versions)

@@ -1,0 +1,190 @@
+"""Cross-field checks of a composed configuration, and the readable errors of everything that can be wrong with it.
+
+All of it runs before anything heavy starts. A :class:`ConfigError` is one paragraph: what is wrong, where, and the
+nearest valid key or value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+
+from trainer.config import Config
+
+VALUES: dict[str, tuple[str, ...]] = {
+    "hardware": ("auto", "cpu", "gpu", "cluster"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "staleness.on_expired": ("mask_tokens", "drop_rollout", "drop_group"),
+    "algorithm.advantage": ("grpo", "dr_grpo", "rloo"),
+    "algorithm.objective": ("ppo_clip", "reinforce"),
+    "algorithm.proximal": ("current", "behaviour"),
+    "algorithm.correction": ("token_truncate", "token_mask", "none"),
+    "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum"),
+    "learner.packing": ("shared_prompt", "padded"),
+    "weight_sync.mode": ("abort",),
+    "weight_sync.backend": ("auto", "gloo", "nccl"),
+    "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
+}
+"""The keys that take one of a few words."""
+
+AT_LEAST: dict[str, float] = {
+    "steps": 1,
+    "batch.prompts": 1,
+    "sampling.group_size": 1,
+    "sampling.max_tokens": 1,
+    "sampling.min_tokens": 0,
+    "sampling.temperature": 0,
+    "sampling.top_k": 0,
+    "sampling.min_p": 0,
+    "staleness.max_versions": 0,
+    "staleness.max_running_groups": 0,
+    "algorithm.clip_low": 0,
+    "algorithm.clip_high": 0,
+    "optimizer.learning_rate": 0,
+    "optimizer.warmup_steps": 0,
+    "learner.ranks": 1,
+    "learner.zero_stage": 0,
+    "learner.micro_batch_tokens": 1,
+    "learner.logprob_chunk": 1,
+    "engine.count": 1,
+    "engine.tensor_parallel": 1,
+    "engine.max_running": 1,
+    "engine.max_model_len": 0,
+    "weight_sync.bucket_mib": 1,
+    "rewarding.workers": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+}
+"""The smallest value of a number."""
+
+POSITIVE = (
+    "algorithm.correction_cap",
+    "optimizer.max_grad_norm",
+    "learner.timeout",
+    "engine.start_timeout",
+    "engine.rollout_timeout",
+    "weight_sync.timeout",
+    "rewarding.timeout",
+    "shutdown.timeout",
+)
+"""Numbers that must be greater than 0."""
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message is for people; exit code 2."""
+
+
+def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, groups included."""
+    keys = []
+    for item in dataclasses.fields(schema):
+        key = prefix + item.name
+        keys.append(key)
+        factory = item.default_factory
+        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+            keys += all_keys(factory, key + ".")
+    return keys
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """``"; did you mean `x`?"`` for the candidate closest to ``word``, or an empty string if none is close."""
+    options = list(candidates)
+    # A mistyped last part matters more than the path to it: `batch.promts` and `prompts` both mean `batch.prompts`.
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    if not close:
+        tails = {option.rsplit(".", 1)[-1]: option for option in options}
+        close = [tails[t] for t in difflib.get_close_matches(word.rsplit(".", 1)[-1], tails, n=1, cutoff=0.6)]
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def check(config: Config) -> None:
+    """Raise :class:`ConfigError` for the first value or combination that cannot work."""
+    for key, allowed in VALUES.items():
+        value = get(config, key)
+        if value not in allowed:
+            hint = nearest(str(value), allowed)
+            raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{hint}")
+    for key, least in AT_LEAST.items():
+        if get(config, key) < least:
+            raise ConfigError(f"`{key}={get(config, key)}`: the value must be at least {least:g}")
+    for key in POSITIVE:
+        if get(config, key) <= 0:
+            raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0")
+    _check_sampling(config)
+    _check_algorithm(config)
+    _check_parallelism(config)
+
+
+def _check_sampling(config: Config) -> None:
+    sampling = config.sampling
+    if sampling.min_tokens > sampling.max_tokens:
+        raise ConfigError(
+            f"`sampling.min_tokens={sampling.min_tokens}` is more than `sampling.max_tokens={sampling.max_tokens}`"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"`sampling.top_p={sampling.top_p}`: the value must be greater than 0 and at most 1")
+    if sampling.temperature == 0:
+        raise ConfigError(
+            "`sampling.temperature=0`: greedy decoding makes every rollout of a group the same, so no advantage can be "
+            "computed; use a temperature such as 1.0"
+        )
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+        # L5: the engine renormalises over the kept tokens, the learner's softmax runs over all of them.
+        raise ConfigError(
+            "`sampling.top_p`, `sampling.top_k` and `sampling.min_p` make the engine's log-probabilities incomparable "
+            "with the learner's; leave them at 1.0, 0 and 0.0 for training"
+        )
+    if config.engine.max_model_len and config.engine.max_model_len <= sampling.max_tokens:
+        raise ConfigError(
+            f"`engine.max_model_len={config.engine.max_model_len}` leaves no room for a prompt beside "
+            f"`sampling.max_tokens={sampling.max_tokens}`"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    if config.sampling.group_size == 1:
+        raise ConfigError(
+            f"`sampling.group_size=1`: the advantage `{algorithm.advantage}` compares the rollouts of a group, and one "
+            "rollout has nothing to be compared with; use 2 or more"
+        )
+    if algorithm.clip_low >= 1:
+        raise ConfigError(f"`algorithm.clip_low={algorithm.clip_low}`: the value must be below 1")
+    if algorithm.proximal == "behaviour" and algorithm.correction != "none":
+        raise ConfigError(
+            "`algorithm.proximal=behaviour` already measures the ratio against the behaviour policy; with "
+            f"`algorithm.correction={algorithm.correction}` it would be applied twice; use `algorithm.correction=none`"
+        )
+    corrected = algorithm.correction != "none" or (
+        algorithm.proximal == "behaviour" and algorithm.objective == "ppo_clip"
+    )
+    if not corrected and not algorithm.allow_uncorrected:
+        # Invariant 11: engine and learner differ numerically even on-policy, so this holds for every bound.
+        raise ConfigError(
+            f"`algorithm.objective={algorithm.objective}` with `algorithm.proximal={algorithm.proximal}` and "
+            "`algorithm.correction=none` trains off-policy data as if it were on-policy: the importance ratio is "
+            "always 1. Use `algorithm.correction=token_truncate`, or ask for it with `algorithm.allow_uncorrected=true`"
+        )
+
+
+def _check_parallelism(config: Config) -> None:
+    rollouts = config.batch.prompts * config.sampling.group_size
+    if rollouts < config.learner.ranks:
+        raise ConfigError(
+            f"`learner.ranks={config.learner.ranks}` needs at least as many rollouts in a batch; "
+            f"`batch.prompts={config.batch.prompts}` x `sampling.group_size={config.sampling.group_size}` is {rollouts}"
+        )
+    if config.learner.zero_stage > 3:
+        raise ConfigError(f"`learner.zero_stage={config.learner.zero_stage}`: DeepSpeed knows the stages 0 to 3")
+    if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
+        raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")
+    if config.hardware == "gpu" and config.weight_sync.backend == "gloo":
+        raise ConfigError("`weight_sync.backend=gloo` is for CPU engines; with `hardware=gpu` use `nccl`")
+
+
+def get(config: object, key: str) -> object:
+    """The value at a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config

@@ -1,0 +1,113 @@
+"""From command-line overrides to a checked configuration, with errors that help.
+
+Hydra's own messages name the key and nothing else (O7). Here each becomes one paragraph with the nearest valid key or
+value.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.checks import ConfigError, all_keys, check, nearest
+from trainer.config import Config
+
+CONFIG_MODULE = "configs"
+GROUPS = ("recipe", "model", "algorithm", "hardware", "weight_sync", "logger")
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def with_detected_hardware(arguments: Sequence[str]) -> list[str]:
+    """The arguments with ``hardware=auto``, said or unsaid, replaced by what this machine has."""
+    rest = [argument for argument in arguments if argument != "hardware=auto"]
+    if any(argument.startswith("hardware=") for argument in rest):
+        return rest
+    flag = next((index for index, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    return [*rest[:flag], f"hardware={detect_hardware()}", *rest[flag:]]
+
+
+def detect_hardware() -> str:
+    """``gpu`` where ``nvidia-smi`` runs and lists a GPU, else ``cpu``."""
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return "cpu"
+    return "gpu" if "GPU" in listing.stdout else "cpu"
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    """Compose and check. Raises :class:`ConfigError` with a message for people."""
+    check_keys(overrides)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+            return typed(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def check_keys(overrides: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` for the first override whose key neither the schema nor a group has.
+
+    Done before Hydra composes, because Hydra adds an unknown key silently when it is written ``+key=value``, and
+    complains about a missing recipe when ``recipe`` itself is mistyped.
+    """
+    known = [*all_keys(), *GROUPS]
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+~").split("@", 1)[0]
+        if key not in known and not key.startswith(("hydra.", "hydra/", "data.options.")):
+            raise ConfigError(f"`{key}` is not a key of the configuration{nearest(key, known)}")
+
+
+def typed(composed: DictConfig) -> Config:
+    """A composed Hydra configuration as the checked dataclass tree. Raises :class:`ConfigError`."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(f"`{missing[0]}` has no value: the recipe or the command line must set it")
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def explain(error: Exception) -> str:
+    """One paragraph for people from an error of Hydra or OmegaConf."""
+    text = "\n".join(str(part) for part in (error, error.__cause__) if part is not None)
+    if match := re.search(r"Could not find '([\w/]+)'(?:.*?Available options in '[\w/]+':\s*(.*))?", text, re.DOTALL):
+        return _unknown_option(match[1], (match[2] or "").partition("Config search path")[0].split())
+    if match := re.search(r"(?:Key '([^']+)' (?:is )?not in (?:struct|'\w+')|Could not override '([^']+)')", text):
+        full_key = re.search(r"full_key: ([\w.]+)", text)
+        key = match[2] or (full_key[1] if full_key else match[1])
+        return f"`{key}` is not a key of the configuration{nearest(key, [*all_keys(), *GROUPS])}"
+    if match := re.search(r"Value (.+?) of type '\w+' could not be converted to (\w+)", text, re.DOTALL):
+        full_key = re.search(r"full_key: ([\w.]+)", text)
+        where = f"`{full_key[1]}`: " if full_key else ""
+        return f"{where}the value {match[1]} is not a valid {match[2].lower()}"
+    if match := re.search(r"You must specify '(\w+)'.*?(?:Available options:\s*(.*))?$", text, re.DOTALL):
+        options = ", ".join((match[2] or "").split())
+        return f"no {match[1]} was chosen: add `{match[1]}=NAME`" + (f", one of {options}" if options else "")
+    return " ".join(text.split())
+
+
+def _unknown_option(option: str, available: list[str]) -> str:
+    group, _, name = option.rpartition("/")
+    hint = nearest(name, available)
+    return f"`{group}={name}`: there is no such {group}; there is {', '.join(available)}{hint}"

@@ -1,0 +1,153 @@
+"""The algorithm: two coroutines.
+
+``produce`` keeps the engines busy: it admits prompts as long as they will not be too old when they are learned from,
+samples a group of rollouts for each, scores it and puts it into the buffer. ``learn`` takes a batch of groups from the
+buffer, makes one optimizer step and pushes the new weights into the engines, in the middle of whatever they are
+generating. Neither waits for the other beyond the staleness bound; with ``staleness.max_versions=0`` the same code is
+ordinary on-policy training.
+
+What was left out of GRPO: no KL penalty and no reference model, one optimizer step per batch. What was added: every
+token carries the version of the policy that sampled it, and the loss weighs it by how likely the current policy would
+have been to sample it (truncated importance sampling).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass, field
+
+from generator.pool import EnginePool
+from generator.rollout import Group, Prompt, Rollout
+from trainer.admission import Admission, expire
+from trainer.batch import Batch, make_batch
+from trainer.config import Config
+from trainer.data import PromptStream
+from trainer.learner_group import LearnerGroup
+from trainer.rewards import RewardScorer
+from trainer.watch import Watch
+from weight_sync.push import PushReport, Pusher
+
+
+@dataclass
+class Parts:
+    """What the algorithm works with. ``trainer.run`` builds the parts and owns their lifetime."""
+
+    config: Config
+    prompts: PromptStream
+    engines: EnginePool
+    rewards: RewardScorer
+    learner: LearnerGroup
+    pusher: Pusher
+    admission: Admission
+    watch: Watch
+    buffer: Buffer = field(default_factory=lambda: Buffer())
+    place_freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def train(parts: Parts, first_step: int = 0) -> None:
+    """Run until ``config.steps`` optimizer steps are done. An error in either coroutine ends both and is raised."""
+    async with asyncio.TaskGroup() as tasks:
+        await push(parts, version=first_step)
+        producing = tasks.create_task(produce(parts))
+        await learn(parts, first_step)
+        producing.cancel()
+
+
+async def produce(parts: Parts) -> None:
+    """Start a group whenever admission has a place."""
+    async with asyncio.TaskGroup() as groups:
+        while True:
+            while parts.admission.capacity() > 0:
+                prompt = parts.prompts.next()
+                version = parts.admission.admit()
+                groups.create_task(sample_group(parts, prompt, version), name=f"group of prompt {prompt.id}")
+            parts.place_freed.clear()
+            await parts.place_freed.wait()
+
+
+async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
+    """Sample one group to its end, across any number of pushes, score it and put it into the buffer."""
+    started = time.monotonic()
+    rollouts = [
+        Rollout(id=f"{prompt.id}-{version}-{number}", prompt_token_ids=prompt.token_ids)
+        for number in range(parts.config.sampling.group_size)
+    ]
+    finished = await parts.engines.generate(rollouts)
+    sampled = time.monotonic()
+    scored = await parts.rewards.score(prompt, finished)
+    parts.watch.group_done(prompt, scored, started, sampled, time.monotonic())
+    if all(rollout.reward is None for rollout in scored):
+        parts.admission.failed("unscored")
+        parts.place_freed.set()
+        return
+    parts.admission.finished()
+    parts.buffer.put(Group(prompt, tuple(scored), version))
+
+
+async def learn(parts: Parts, first_step: int) -> None:
+    """Batch, optimizer step, push; ``config.steps`` times."""
+    for step in range(first_step, parts.config.steps):
+        started = time.monotonic()
+        batch = await next_batch(parts)
+        waited = time.monotonic() - started
+
+        learner_metrics = await parts.learner.train(batch.rollouts, version=parts.admission.version, step=step)
+        report = await push(parts, version=parts.admission.version + 1)
+
+        parts.watch.step(step, batch, learner_metrics, report, waited, time.monotonic() - started)
+        await maybe_checkpoint(parts, step)
+
+
+async def next_batch(parts: Parts) -> Batch:
+    """Take groups, oldest first, until the batch is full. Tokens past the staleness bound leave the loss here."""
+    config = parts.config
+    groups: list[Group] = []
+    while len(groups) < config.batch.prompts:
+        group = await parts.buffer.take()
+        kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
+        parts.watch.expired(kept.tokens)
+        if kept.group is None:
+            parts.admission.filtered("expired")
+            parts.prompts.give_back(group.prompt)
+            parts.place_freed.set()
+            continue
+        groups.append(kept.group)
+    parts.admission.learned(len(groups))
+    return make_batch(groups, config.algorithm, version=parts.admission.version)
+
+
+async def push(parts: Parts, version: int) -> PushReport:
+    """Move the learner's weights into every engine and publish them as ``version``."""
+    report = await parts.pusher.push(version)
+    if version != parts.admission.version:
+        parts.admission.published(version)
+    parts.place_freed.set()
+    return report
+
+
+async def maybe_checkpoint(parts: Parts, step: int) -> None:
+    """Write a checkpoint where ``checkpoint.every`` asks for one."""
+    every = parts.config.checkpoint.every
+    if every and (step + 1) % every == 0:
+        await parts.learner.save(step + 1)
+
+
+class Buffer:
+    """Scored groups that wait to be learned from; the one with the oldest token comes first."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.PriorityQueue[tuple[int, int, Group]] = asyncio.PriorityQueue()
+        self._arrival = itertools.count()
+
+    def put(self, group: Group) -> None:
+        """Add a group; never blocks, admission bounds the size."""
+        self._queue.put_nowait((group.oldest_version, next(self._arrival), group))
+
+    async def take(self) -> Group:
+        """Wait for a group. Admission and the engines' rollout deadline bound the wait."""
+        return (await self._queue.get())[2]
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
