@@ -190,20 +190,15 @@ class Engine:
                     await self.llm.pause_generation(mode="abort", clear_cache=True)
         return aborted
 
-    async def publish(self, version: int) -> None:
-        """From now on new tokens are sampled from ``version``. The gate stays closed until :meth:`resume`.
+    async def resume(self, version: int) -> None:
+        """Open the gate: from now on new tokens are sampled from ``version``, unfinished rollouts first.
 
-        Raises :class:`EngineError` when vLLM holds another version: a half-updated engine must not serve.
+        Raises :class:`EngineError` when vLLM holds another version: an engine that missed a push must not serve.
         """
         held = await self.llm.get_weight_version()
         if held != str(version):
-            raise EngineError(f"{self.settings.name} holds weights {held!r}; version {version} cannot be published")
+            raise EngineError(f"{self.settings.name} holds weights {held!r} and cannot serve version {version}")
         self.version = version
-
-    async def resume(self) -> None:
-        """Open the gate: unfinished rollouts resubmit themselves, oldest first, before new ones arrive."""
-        if self.version is None:
-            raise EngineError(f"{self.settings.name} has no published version and cannot serve")
         await self.llm.resume_generation()
         self._gate.set()
 

@@ -46,6 +46,10 @@ class EnginePool:
         self._step_timeout = step_timeout
         self._load = [0] * len(self._settings)
         self.handles: list[Any] = []
+        self.version: int | None = None
+        """The published version, ``None`` before the first push."""
+        self.interrupted = 0
+        """Requests that the last push aborted."""
 
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
@@ -96,22 +100,22 @@ class EnginePool:
 
     # -- the engines' side of a push (weight_sync.push.Engines) --------------------------------------------------------
 
-    async def pause(self) -> int:
-        """Close every gate and abort what runs. Returns the number of requests aborted."""
-        return sum(await self._all("pause", self._step_timeout))
+    async def close_gate_and_abort(self) -> None:
+        """Close every gate and abort what runs; :attr:`interrupted` says how many requests that were."""
+        self.interrupted = sum(await self._all("pause", self._step_timeout))
 
     async def confirm(self, version: int, manifest: Any) -> None:
         """Every engine confirms that it holds ``version``, complete by ``manifest``."""
         entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
         await self._all("confirm", self._step_timeout, version, entries)
 
-    async def publish(self, version: int) -> None:
-        """Every engine tags new tokens with ``version`` from now on."""
-        await self._all("publish", self._step_timeout, version)
+    def publish(self, version: int) -> None:
+        """``version`` is what the engines serve from their next resume on."""
+        self.version = version
 
     async def resume(self) -> None:
-        """Open every gate."""
-        await self._all("resume", self._step_timeout)
+        """Open every gate: new tokens are tagged with the published version."""
+        await self._all("resume", self._step_timeout, self.version)
 
     async def _all(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
         """Call ``method`` on every engine and wait for all of them; the first failure is raised after all returned."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -90,6 +90,8 @@ def typed(composed: DictConfig) -> Config:
 
 def explain(error: Exception) -> str:
     """One paragraph for people from an error of Hydra or OmegaConf."""
+    if isinstance(error, OverrideParseException):
+        return f"`{error.override}` cannot be read as an override: {' '.join(str(error).split())}"
     text = "\n".join(str(part) for part in (error, error.__cause__) if part is not None)
     if match := re.search(r"Could not find '([\w/]+)'(?:.*?Available options in '[\w/]+':\s*(.*))?", text, re.DOTALL):
         return _unknown_option(match[1], (match[2] or "").partition("Config search path")[0].split())
