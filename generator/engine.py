@@ -49,6 +49,8 @@ class EngineSettings:
     rollout_timeout: float = 900.0
     pause_timeout: float = 120.0
     trust_remote_code: bool = False
+    executor: str | None = None
+    """vLLM's ``distributed_executor_backend``; ``None``: vLLM chooses."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables set before vLLM is imported, for example the cores of a CPU engine."""
 
@@ -314,6 +316,6 @@ def _build_llm(settings: EngineSettings) -> AsyncLLM:
     }
     if settings.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    if executor := settings.environment.get("MIDFLIGHT_VLLM_EXECUTOR"):
-        arguments["distributed_executor_backend"] = executor
+    if settings.executor is not None:
+        arguments["distributed_executor_backend"] = settings.executor
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -98,7 +98,8 @@ class EngineConfig:
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.85
     kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: enough for max_running sequences
-    cpu_threads_bind: str = "auto"  # CPU: cores of the engine, as VLLM_CPU_OMP_THREADS_BIND
+    cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: one
+    cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
     start_timeout: float = 900.0  # seconds until an engine must have started
     rollout_timeout: float = 900.0  # seconds a rollout may go without a new token
 

@@ -1,0 +1,109 @@
+"""What each process gets: cores, GPUs, memory, context length. Pure functions of the configuration and the model."""
+
+from __future__ import annotations
+
+import os
+
+from generator.engine import EngineSettings
+from generator.pool import Resources
+from generator.resume import Sampling
+from trainer.checks import ConfigError
+from trainer.config import Config
+from trainer.model import ResolvedModel
+
+KV_BYTES_ON_CPU = 512 << 20
+"""KV cache of a CPU engine unless ``engine.kv_cache_mib`` says otherwise: room for small models and short contexts."""
+
+
+def device_kind(config: Config) -> str:
+    """``cpu`` or ``gpu``: what engines and learner compute on."""
+    return "cpu" if config.hardware == "cpu" else "gpu"
+
+
+def transfer_backend(config: Config) -> str:
+    """``weight_sync.backend`` with ``auto`` resolved: gloo between CPUs, nccl between GPUs."""
+    if config.weight_sync.backend != "auto":
+        return config.weight_sync.backend
+    return "gloo" if device_kind(config) == "cpu" else "nccl"
+
+
+def prompt_limit(config: Config, model: ResolvedModel) -> int:
+    """The longest prompt, in tokens, that leaves room for the response budget.
+
+    Raises :class:`ConfigError` when the budget alone fills the model's context.
+    """
+    context = config.engine.max_model_len or model.max_position_embeddings
+    if context > model.max_position_embeddings:
+        raise ConfigError(
+            f"`engine.max_model_len={context}` is more than the model's context of {model.max_position_embeddings}"
+        )
+    if config.sampling.max_tokens >= context:
+        raise ConfigError(
+            f"`sampling.max_tokens={config.sampling.max_tokens}` leaves no room for a prompt in a context of {context}"
+        )
+    return context - config.sampling.max_tokens
+
+
+def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> Sampling:
+    """How rollouts are sampled; every end-of-sequence id of the model stops one unless they are ignored."""
+    sampling = config.sampling
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(model.eos_token_ids))
+    return Sampling(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop_token_ids=frozenset(stops),
+        max_model_len=max_model_len,
+    )
+
+
+def engine_settings(config: Config, model: ResolvedModel, longest_prompt: int) -> list[EngineSettings]:
+    """The settings of every engine."""
+    engine = config.engine
+    max_model_len = engine.max_model_len or longest_prompt + config.sampling.max_tokens
+    on_cpu = device_kind(config) == "cpu"
+    return [
+        EngineSettings(
+            name=f"engine {number}",
+            model_path=model.path,
+            dtype=model.dtype,
+            sampling=make_sampling(config, model, max_model_len),
+            max_model_len=max_model_len,
+            max_running=engine.max_running,
+            transfer_backend=transfer_backend(config),
+            seed=config.seed + number,
+            tensor_parallel=engine.tensor_parallel,
+            enforce_eager=engine.enforce_eager,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            kv_cache_bytes=((engine.kv_cache_mib << 20) or KV_BYTES_ON_CPU) if on_cpu else None,
+            rollout_timeout=engine.rollout_timeout,
+            pause_timeout=config.weight_sync.timeout,
+            trust_remote_code=config.model.trust_remote_code,
+            executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
+            environment=engine_environment(config, number) if on_cpu else {},
+        )
+        for number in range(engine.count)
+    ]
+
+
+def engine_environment(config: Config, number: int) -> dict[str, str]:
+    """Environment variables of engine ``number`` on CPU."""
+    environment = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    if config.engine.tensor_parallel > 1:
+        return environment | {"VLLM_CPU_OMP_THREADS_BIND": config.engine.cpu_threads_bind}
+    # One process less than the default, whose start costs as much again. vLLM allows it only together with this
+    # variable; the engine core still is a process of its own.
+    return environment | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(config.engine.cpu_threads or 1),
+    }
+
+
+def engine_resources(config: Config) -> Resources:
+    """What one engine actor reserves. On CPU nothing: the operating system shares two cores better than Ray does."""
+    if device_kind(config) == "cpu":
+        return Resources()
+    return Resources(cpus=1.0, gpus=float(config.engine.tensor_parallel))

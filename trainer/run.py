@@ -1,0 +1,249 @@
+"""Wiring: builds the parts of a run, owns their lifetime, tears them down in order, and turns the end into an exit code.
+
+The algorithm is in ``trainer.loop``; nothing here decides what is sampled or learned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from generator.rollout import Prompt
+from generator.task import DataError, ModelError, Task, TaskContext, TaskData
+from trainer.checks import ConfigError
+from trainer.config import Config
+from trainer.data import PromptStream, build_prompts
+from trainer.dotted import DottedPathError, resolve_dotted
+from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
+from trainer.placement import (
+    device_kind,
+    engine_resources,
+    engine_settings,
+    prompt_limit,
+    transfer_backend,
+)
+from trainer.rewards import RewardPart, RewardScorer, resolve_rewards
+from trainer.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+GROUPS_PER_ENGINE_ROOM = 2
+"""Rollouts in flight over what the engines can run at a time, so that an engine never waits for the driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that can be known, and can be wrong, before an engine starts."""
+
+    data: TaskData
+    model: ResolvedModel
+    tokenizer: Any
+    prompts: list[Prompt]
+    rewards: list[RewardPart]
+
+
+def run(config: Config) -> int:
+    """Run to the end and return the exit code. Raises :class:`ConfigError` for bad input, before engines start."""
+    try:
+        inputs = load_inputs(config)
+    except (DataError, ModelError, DottedPathError) as error:
+        raise ConfigError(str(error)) from error
+    watch = Watch(config, config.run_dir)
+    logging.basicConfig(handlers=[watch.log_handler], level=logging.WARNING, format="%(message)s")
+    watch.source("data", inputs.data.source, inputs.data.reason)
+    watch.source("model", inputs.model.source, inputs.model.reason)
+    watch.source("hardware", f"{device_kind(config)}, {inputs.model.dtype}", f"hardware={config.hardware}")
+    return asyncio.run(supervise(config, inputs, watch))
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process."""
+    task: Task = resolve_dotted(config.task, "task")()
+    context = TaskContext(config.data.path, config.data.options, hub_reachable, config.seed)
+    data = task.load(context)
+    rewards = resolve_rewards(config.reward if config.reward is not None else task.rewards())
+    model = resolve_model(
+        config.model.path,
+        hub_id=config.model.hub_id,
+        cache_dir=config.model.cache_dir,
+        device_kind=device_kind(config),
+        dtype=config.model.dtype,
+    )
+    tokenizer = load_tokenizer(model.path)
+    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
+    return Inputs(data, model, tokenizer, prompts, rewards)
+
+
+async def supervise(config: Config, inputs: Inputs, watch: Watch) -> int:
+    """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
+    task = asyncio.current_task()
+    assert task is not None
+    with _interrupts(task):
+        try:
+            async with _parts(config, inputs, watch) as parts:
+                from trainer.loop import train
+
+                watch.begin()
+                await train(parts)
+                watch.waiting("writing the final checkpoint and export")
+                await save_final(parts)
+            watch.close("done")
+            return EXIT_DONE
+        except asyncio.CancelledError:
+            task.uncancel()
+            watch.close("interrupted")
+            return EXIT_INTERRUPTED
+        except Exception as error:
+            cause = root_cause(error)
+            logger.debug("%s", "".join(traceback.format_exception(error)))
+            watch.close("failed", cause)
+            return EXIT_FAILED
+
+
+@asynccontextmanager
+async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[Any]:
+    """Start everything, side by side where possible; end everything, in reverse order, whatever happened."""
+    async with AsyncExitStack() as stack:
+        watch.waiting("starting Ray")
+        await asyncio.to_thread(_start_ray, config)
+        stack.push_async_callback(asyncio.to_thread, _stop_ray)
+        from generator.pool import EnginePool
+        from trainer.admission import Admission
+        from trainer.learner import LearnerSpec
+        from trainer.learner_group import LearnerGroup
+        from trainer.loop import Parts
+        from weight_sync.push import Pusher
+
+        stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        engines = EnginePool(
+            engine_settings(config, inputs.model, stream.longest_prompt),
+            engine_resources(config),
+            config.engine.start_timeout,
+            config.weight_sync.timeout,
+        )
+        learner = LearnerGroup(
+            LearnerSpec(
+                model_path=inputs.model.path,
+                dtype=inputs.model.dtype,
+                device="cpu" if device_kind(config) == "cpu" else "cuda",
+                temperature=config.sampling.temperature,
+                seed=config.seed,
+                trust_remote_code=config.model.trust_remote_code,
+                learner=config.learner,
+                optimizer=config.optimizer,
+                algorithm=config.algorithm,
+            ),
+            backend=transfer_backend(config),
+            weight_sync=config.weight_sync,
+        )
+        stack.push_async_callback(learner.close)
+        stack.push_async_callback(engines.shutdown)
+        watch.waiting(f"starting {config.engine.count} engine(s) and {config.learner.ranks} learner rank(s)")
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(engines.start())
+            starting.create_task(learner.start())
+        watch.waiting("connecting learner and engines, pushing version 0")
+        await learner.connect(engines.handles, workers_per_engine=config.engine.tensor_parallel)
+        room = max(1, config.engine.count * config.engine.max_running * GROUPS_PER_ENGINE_ROOM // config.sampling.group_size)
+        parts = Parts(
+            config=config,
+            prompts=stream,
+            engines=engines,
+            rewards=RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers),
+            decode=lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True),
+            learner=learner,
+            pusher=Pusher(learner, engines, config.weight_sync.timeout),
+            admission=Admission(
+                batch_prompts=config.batch.prompts,
+                max_versions=config.staleness.max_versions,
+                max_running=config.staleness.max_running_groups or room,
+                total_groups=config.steps * config.batch.prompts,
+            ),
+            watch=watch,
+        )
+        try:
+            yield parts
+        except asyncio.CancelledError:
+            watch.waiting("interrupted: writing a checkpoint")
+            await save_on_interrupt(parts)
+            raise
+
+
+async def save_final(parts: Any) -> None:
+    """The last checkpoint and a folder that transformers and vLLM load."""
+    config: Config = parts.config
+    await parts.learner.save(f"{config.run_dir}/checkpoints/step_{config.steps}")
+    await parts.learner.export(f"{config.run_dir}/export")
+
+
+async def save_on_interrupt(parts: Any) -> None:
+    """A checkpoint of the learner after the optimizer steps made so far."""
+    config: Config = parts.config
+    step = parts.admission.version
+    await parts.learner.interrupt()
+    await parts.learner.save(f"{config.run_dir}/checkpoints/step_{step}")
+
+
+def _start_ray(config: Config) -> None:
+    """Connect to the configured cluster, or start a local instance that listens on loopback only."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    import ray
+
+    if config.ray.address is not None:
+        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.WARNING)
+        return
+    ray.init(
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=256 << 20,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+
+
+def _stop_ray() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def _interrupts(task: asyncio.Task[Any]) -> Any:
+    """The first SIGINT or SIGTERM cancels ``task``; the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+
+    def handle() -> None:
+        seen.append(1)
+        if len(seen) > 1:
+            os._exit(EXIT_INTERRUPTED)
+        task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first error inside groups of errors: the one that a person wants to read."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+Decode = Callable[[tuple[int, ...]], str]
