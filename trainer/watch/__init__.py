@@ -1,0 +1,186 @@
+"""What people see of a run: the console, the run folder, wandb and the trace, behind one object."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from omegaconf import OmegaConf
+
+from generator.rollout import Group
+from trainer.config import Config
+from trainer.watch.console import TABLE_COLUMNS, Console, ConsoleLogHandler, table_rows
+from trainer.watch.metrics import PushRecord, RunningTotals, step_metrics
+from trainer.watch.run_folder import RunFolder, RunFolderError
+from trainer.watch.trace import Trace
+from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
+
+__all__ = ["PushRecord", "RunFolderError", "Watch"]
+
+Status = Literal["done", "failed", "interrupted"]
+
+_ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed": (1, 10.0), "interrupted": (130, 5.0)}
+"""Exit code and seconds that wandb may take to finish, by status: an interrupted run owes a quick end."""
+
+
+class Watch:
+    """Everything that is shown or written about a run. The run tells it what happens; it decides nothing.
+
+    ``config`` is the composed configuration (an OmegaConf node or a :class:`Config`), ``resume_step`` the last step
+    contained in the checkpoint that the run continues, or ``None`` for a fresh run. Raises :class:`RunFolderError`
+    before anything is written when the run folder belongs to another run.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: str | Path, *, resume_step: int | None = None, stream: TextIO | None = None
+    ) -> None:
+        self._config = config
+        self._folder = RunFolder(run_dir, resume_step)
+        self._folder.write_config(config)
+        self.run_dir = self._folder.path
+        self.trace = Trace(self.run_dir / "trace.json", append=resume_step is not None)
+        self.console = Console(config.steps, progress=config.logger.progress, stream=stream)
+        self.log_handler: logging.Handler = ConsoleLogHandler(self.console)
+        """For the run to install on the root logger in place of a stream handler, which would tear the live line."""
+        self._totals = RunningTotals()
+        self._lock = threading.Lock()
+        self._pushes: list[PushRecord] = []
+        self._steps_done = resume_step or 0
+        self._version = 0
+        self._earlier_seconds = 0.0
+        self._started = self._stepped = time.monotonic()
+        self._generated_at_step = 0
+        self._closed = False
+        self.console.start(f"Midflight: {config.name}, {config.steps} steps")
+        self.source("run folder", str(self.run_dir), f"continued after step {resume_step}" if resume_step else "")
+        self._wandb = WandbLog(
+            config.logger.wandb, self.run_dir, _plain(config), lambda mode, why: self.source("wandb", mode, why)
+        )
+
+    def source(self, kind: str, what: str, why: str = "") -> None:
+        """Show where something came from: ``kind`` is ``model``, ``data``, ``hardware``, ..."""
+        self.console.source(kind, what, why)
+
+    def waiting(self, text: str | None) -> None:
+        """Show what is being waited for; ``None``: nothing."""
+        self.console.waiting(text)
+
+    def begin(self) -> None:
+        """The parts have started and steps begin: start the bar and the clock of the first step."""
+        self.console.begin_steps(self._steps_done)
+        self._stepped = time.monotonic()
+
+    def finished(self, group: Group) -> None:
+        """Count the rollouts of a group that came back from the engines, used or not."""
+        with self._lock:
+            self._totals.add_finished(item.rollout for item in group.rollouts)
+
+    def count(self, name: str, count: int) -> None:
+        """Add to a total of the summary, for example ``tokens/expired`` when a whole group is dropped."""
+        with self._lock:
+            self._totals.add(name, count)
+
+    def push(self, record: PushRecord) -> None:
+        """Note a push: in the trace now, in the metrics of the next step."""
+        with self._lock:
+            self._pushes.append(record)
+            self._totals.add_push(record)
+            self._version = record.version
+        self.trace.complete("push", f"push version {record.version}", record.started, record.seconds,
+                            bytes=record.bytes, interrupted_rollouts=record.interrupted_rollouts)  # fmt: skip
+        for name, start, seconds in record.phases:
+            self.trace.complete("push", name, start, seconds)
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group],
+        advantages: Sequence[Sequence[float]],
+        *,
+        version: int,
+    ) -> dict[str, float]:
+        """Write and show a finished step; returns its metrics.
+
+        ``metrics`` are those of other rooms under their full names, ``groups`` what was trained on, ``advantages`` one
+        list a group, ``version`` the learner's version when it took the groups. Blocks for a file write, not for wandb.
+        """
+        now = time.monotonic()
+        with self._lock:
+            pushes, self._pushes = self._pushes, []
+            generated = self._totals.counts["tokens/generated"]
+            full = step_metrics(
+                groups, version=version, seconds=now - self._stepped, pushes=pushes, extra=metrics,
+                generated_tokens=generated - self._generated_at_step,
+            )  # fmt: skip
+            self._totals.add_step(groups, full.get("reward/mean"))
+        self._stepped, self._generated_at_step, self._steps_done = now, generated, step
+        self._folder.append_metrics(step, full)
+        if _due(step, self._config.logger.rollouts.every):
+            self._folder.write_rollouts(step, groups, advantages)
+        self.console.step(step, full)
+        table = None
+        if _due(step, self._config.logger.table.every):
+            rows = table_rows(groups, advantages, self._config.logger.table.rows)
+            self.console.table(step, rows)
+            table = (TABLE_COLUMNS, rows)
+        self._wandb.step({"step": step, **full}, table)
+        return full
+
+    def summary(self, status: Status | Literal["running"] = "running", error: str | None = None) -> dict[str, Any]:
+        """The totals so far, with the keys of ``summary.json``."""
+        with self._lock:
+            summary = {
+                "status": status,
+                "steps": self._steps_done,
+                "policy_version": self._version,
+                "wall_seconds": round(self._earlier_seconds + time.monotonic() - self._started, 3),
+                **self._totals.summary(),
+            }
+        return summary | ({"error": error} if error else {})
+
+    def close(self, status: Status, error: BaseException | str | None = None) -> dict[str, Any]:
+        """End everything in bounded time and write ``summary.json``, first of all, whatever fails afterwards.
+
+        Returns the summary. Safe to call more than once: only the first call counts.
+        """
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        summary = self.summary(status, text)
+        if self._closed:
+            return summary
+        self._closed = True
+        self._folder.write_summary(summary)
+        self._folder.close()
+        self.trace.close()
+        code, seconds = _ENDS[status]
+        self._wandb.finish(summary, exit_code=code, timeout=seconds)
+        self.console.close(summary, str(self.run_dir))
+        return summary
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, for a checkpoint: a resumed run goes on counting where it stopped."""
+        with self._lock:
+            seconds = self._earlier_seconds + time.monotonic() - self._started
+            return {"totals": self._totals.state_dict(), "version": self._version, "wall_seconds": seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the totals that :meth:`state_dict` returned."""
+        with self._lock:
+            self._totals.load_state_dict(state["totals"])
+            self._version = state["version"]
+            self._earlier_seconds = state["wall_seconds"]
+            self._generated_at_step = self._totals.counts["tokens/generated"]
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    tree = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}

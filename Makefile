@@ -1,0 +1,48 @@
+# make train ARGS="steps=20"   train; ARGS are Hydra overrides, RECIPE=ci_tiny takes another recipe
+# make test                    all tests; TESTS="tests/trainer -k advantage" takes some, TESTS="-m 'not engine'" the quick ones
+# make lint | format           what CI checks | what can be repaired by itself
+# make lock                    requirements/*.lock from pyproject.toml; LOCK="--upgrade cpu" for newer versions of one
+# make clean | distclean       caches and build products | the virtual environment too
+
+VENV := $(or $(MIDFLIGHT_VENV),.venv)
+PYTHON := $(abspath $(VENV))/bin/python
+RECIPE ?= gsm8k_fully_async
+
+# What runs from here finds the tools of the environment (ninja, ray), as it would in an activated one.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format lock clean distclean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -n 5
+
+setup:
+	@MIDFLIGHT_VENV="$(VENV)" scripts/setup
+
+# exec: Ctrl-C, and the exit code, are between make and the trainer, with no shell in the middle.
+train: setup
+	@exec $(PYTHON) -m trainer recipe=$(RECIPE) $(ARGS)
+
+test: setup
+	@exec $(PYTHON) -m pytest $(TESTS)
+
+lint: setup
+	ruff check
+	ruff format --check
+	mypy
+	lint-imports --no-logo
+
+format: setup
+	ruff check --fix
+	ruff format
+
+lock: setup
+	@exec $(PYTHON) scripts/lock $(LOCK)
+
+clean:
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf "$(VENV)" "$(VENV).lock"

@@ -1,0 +1,103 @@
+"""Every metric of a step: name, unit and meaning. The documentation is written from it, and tests read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. ``<x>`` in a name stands for a name chosen elsewhere, such as that of a reward function."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("reward/mean", "reward", "mean reward of the step's rollouts that have one"),
+    Metric("reward/std", "reward", "standard deviation of the reward over all rollouts of the step"),
+    Metric("reward/min", "reward", "smallest reward of the step"),
+    Metric("reward/max", "reward", "largest reward of the step"),
+    Metric("reward/excluded", "rollouts", "rollouts without a reward: declined, raised or timed out; never scored 0"),
+    Metric("reward/<part>", "reward", "mean of one reward function, before its weight"),
+    Metric("completions/length_mean", "tokens", "mean response length"),
+    Metric("completions/length_min", "tokens", "shortest response"),
+    Metric("completions/length_max", "tokens", "longest response"),
+    Metric("completions/stop_fraction", "fraction", "rollouts that the model ended by itself"),
+    Metric("completions/truncated_fraction", "fraction", "rollouts cut at the response budget"),
+    Metric("completions/versions_mean", "versions", "policy versions that sampled a rollout, mean"),
+    Metric("completions/versions_max", "versions", "policy versions that sampled a rollout, largest"),
+    Metric("completions/multi_version_fraction", "fraction", "rollouts sampled by more than one policy version"),
+    Metric("completions/resumed_fraction", "fraction", "rollouts that were submitted to an engine more than once"),
+    Metric("group/count", "groups", "prompt groups in the step"),
+    Metric("group/reward_std_mean", "reward", "standard deviation of the reward inside a group, mean over groups"),
+    Metric("group/zero_variance_fraction", "fraction", "groups whose rewards are all equal and which teach nothing"),
+    Metric("staleness/token_mean", "versions", "learner version minus a trained token's version, mean"),
+    Metric("staleness/token_max", "versions", "the same, largest; bounded by staleness.max_versions"),
+    Metric("staleness/rollout_mean", "versions", "staleness of a rollout's oldest trained token, mean"),
+    Metric("staleness/rollout_max", "versions", "the same, largest"),
+    Metric("staleness/in_flight_mean", "versions", "versions published while a rollout was being sampled, mean"),
+    Metric("staleness/in_flight_max", "versions", "the same, largest"),
+    Metric("staleness/queue_mean", "versions", "versions published after a rollout's newest token, mean"),
+    Metric("staleness/queue_max", "versions", "the same, largest"),
+    Metric("staleness/masked_fraction", "fraction", "response tokens of the step that the loss does not see"),
+    Metric("policy/version", "version", "learner version when it took the batch"),
+    Metric("policy/loss", "loss", "the objective that was minimised"),
+    Metric("policy/entropy", "nats", "entropy of the current policy per trained token"),
+    Metric("policy/clip_fraction", "fraction", "trained tokens whose ratio was clipped"),
+    Metric("policy/clip_low_fraction", "fraction", "trained tokens clipped at the lower bound"),
+    Metric("policy/clip_high_fraction", "fraction", "trained tokens clipped at the upper bound"),
+    Metric("policy/ratio_mean", "ratio", "current over proximal policy, mean over trained tokens"),
+    Metric("policy/ratio_max", "ratio", "the same, largest"),
+    Metric("policy/kl", "nats", "divergence of the current from the proximal policy"),
+    Metric("policy/grad_norm", "norm", "gradient norm before clipping"),
+    Metric("policy/learning_rate", "rate", "learning rate of the step"),
+    Metric("policy/advantage_mean", "advantage", "mean advantage over trained tokens"),
+    Metric("policy/advantage_std", "advantage", "standard deviation of the advantage"),
+    Metric("mismatch/kl", "nats", "behaviour against current policy: mean of log(behaviour) - log(current)"),
+    Metric("mismatch/k3_kl", "nats", "the same by the k3 estimator, never negative"),
+    Metric("mismatch/logprob_abs_diff_mean", "nats", "absolute difference of the log-probabilities, mean"),
+    Metric("mismatch/logprob_abs_diff_max", "nats", "the same, largest"),
+    Metric("mismatch/ess", "fraction", "effective sample size of the importance weights before truncation"),
+    Metric("mismatch/ratio_mean", "ratio", "importance weight before truncation, mean"),
+    Metric("mismatch/<statistic>", "", "other statistics of the behaviour correction, such as the truncated fraction"),
+    Metric("push/version", "version", "newest version published since the previous step"),
+    Metric("push/seconds", "seconds", "gate closed to unfinished rollouts resubmitted"),
+    Metric("push/pause_seconds", "seconds", "how long engines generated nothing for a push"),
+    Metric("push/interrupted_rollouts", "rollouts", "rollouts aborted for a push and submitted again"),
+    Metric("push/bytes", "bytes", "weights sent since the previous step"),
+    Metric("push/<phase>_seconds", "seconds", "one phase of a push"),
+    Metric("throughput/generated_tokens_per_second", "tokens/s", "response tokens of rollouts finished in the step"),
+    Metric("throughput/trained_tokens_per_second", "tokens/s", "response tokens that the loss saw"),
+    Metric("throughput/rollouts_per_second", "rollouts/s", "rollouts trained on"),
+    Metric("timing/step_seconds", "seconds", "wall time since the previous step ended"),
+    Metric("timing/<part>_seconds", "seconds", "one part of a step"),
+    Metric("idle/learner_seconds", "seconds", "the learner waited for a batch"),
+    Metric("idle/<who>_seconds", "seconds", "somebody waited"),
+    Metric("eval/<statistic>", "", "score of one policy version on held-out prompts"),
+)
+
+_PATTERNS = [
+    re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", metric.name))) for metric in METRICS
+]
+
+
+def find(name: str) -> Metric | None:
+    """The entry that describes ``name``: the exact one first, else one with a placeholder, else ``None``."""
+    exact = (metric for metric in METRICS if metric.name == name)
+    placeholders = (metric for metric, pattern in zip(METRICS, _PATTERNS, strict=True) if pattern.fullmatch(name))
+    return next(exact, None) or next(placeholders, None)
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """The names that the catalogue does not describe, sorted."""
+    return sorted(name for name in names if find(name) is None)
+
+
+def markdown() -> str:
+    """The catalogue as a Markdown table, for the documentation."""
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"

@@ -1,0 +1,266 @@
+"""The numbers of a step and of a run: pure functions of what was consumed, and the running totals of the summary.
+
+Names follow ``trainer/watch/catalogue.py``, which says what each one means and in which unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from generator.rollout import Group, Rollout, ScoredRollout
+
+RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"})
+"""Names under ``reward/`` that are statistics; a reward function of that name is logged as ``reward/part_<name>``."""
+
+REWARD_WINDOW = 10
+"""Steps in ``reward/first10_mean`` and ``reward/last10_mean``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushRecord:
+    """One push as people want to see it. ``started`` and the phases' starts are Unix seconds; durations are seconds."""
+
+    version: int
+    started: float
+    seconds: float
+    """From the closing of the gate to the resubmission of the unfinished rollouts."""
+    pause_seconds: float
+    """How long engines generated nothing."""
+    bytes: int = 0
+    interrupted_rollouts: int = 0
+    """Unfinished rollouts that were submitted again after it."""
+    phases: tuple[tuple[str, float, float], ...] = ()
+    """(name, start, seconds) of each part, for the trace."""
+
+
+def step_metrics(
+    groups: Sequence[Group],
+    *,
+    version: int,
+    seconds: float,
+    generated_tokens: int,
+    pushes: Sequence[PushRecord] = (),
+    extra: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """All metrics of a step as one flat dict.
+
+    ``groups`` are those the step trained on, ``version`` the learner's policy version when it took them, ``seconds``
+    the wall time since the previous step ended, ``generated_tokens`` the response tokens of rollouts that finished in
+    it, ``pushes`` the pushes since the previous step. ``extra`` holds metrics that other rooms computed, under their
+    full names (``policy/loss``, ``timing/train_seconds``, ``idle/learner_seconds``); they win over ours.
+    Raises :class:`ValueError` for an extra name without a family, because dashboards group by it.
+    """
+    extra = dict(extra or {})
+    if nameless := sorted(name for name in extra if "/" not in name):
+        raise ValueError(f"metric names need a family such as policy/ or timing/: {', '.join(nameless)}")
+    scored = [rollout for group in groups for rollout in group.rollouts]
+    trained = sum(trained_tokens(item.rollout) for item in scored)
+    rate = 1.0 / seconds if seconds > 0 else 0.0
+    return {
+        **reward_metrics(scored),
+        **completion_metrics(scored),
+        **group_metrics(groups),
+        **staleness_metrics([item.rollout for item in scored], version),
+        **push_metrics(pushes),
+        "throughput/generated_tokens_per_second": generated_tokens * rate,
+        "throughput/trained_tokens_per_second": trained * rate,
+        "throughput/rollouts_per_second": len(scored) * rate,
+        "timing/step_seconds": seconds,
+        "policy/version": float(version),
+        **extra,
+    }
+
+
+def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """``reward/*``: over rollouts with a reward only; the others are counted in ``reward/excluded``, never as 0.
+
+    ``reward/std`` is the population standard deviation over all rollouts of the step, not inside groups. Without any
+    reward the statistics are left out rather than made up.
+    """
+    rewards = [item.reward for item in rollouts if item.reward is not None]
+    metrics = {"reward/excluded": float(len(rollouts) - len(rewards))}
+    if rewards:
+        metrics |= {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "reward/min": float(min(rewards)),
+            "reward/max": float(max(rewards)),
+        }
+    parts: dict[str, list[float]] = {}
+    for item in rollouts:
+        for name, value in item.reward_parts.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
+    for name, values in parts.items():
+        key = f"part_{name}" if name in RESERVED_REWARD_NAMES else name
+        metrics[f"reward/{key}"] = float(np.mean(values))
+    return metrics
+
+
+def completion_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """``completions/*``: lengths in tokens, how they ended, and across how many policy versions and resumes."""
+    if not rollouts:
+        return {}
+    lengths = [len(item.rollout.response_token_ids) for item in rollouts]
+    versions = [item.rollout.version_count for item in rollouts]
+    ends = Counter(item.rollout.finish_reason for item in rollouts)
+    count = len(rollouts)
+    return {
+        "completions/length_mean": float(np.mean(lengths)),
+        "completions/length_min": float(min(lengths)),
+        "completions/length_max": float(max(lengths)),
+        "completions/stop_fraction": ends["stop"] / count,
+        "completions/truncated_fraction": ends["length"] / count,
+        "completions/versions_mean": float(np.mean(versions)),
+        "completions/versions_max": float(max(versions)),
+        "completions/multi_version_fraction": sum(n > 1 for n in versions) / count,
+        "completions/resumed_fraction": sum(item.rollout.resumes > 0 for item in rollouts) / count,
+    }
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """``group/*``. A group with fewer than two rewards, or with equal ones, has no variance and teaches nothing."""
+    if not groups:
+        return {"group/count": 0.0}
+    deviations = []
+    for group in groups:
+        rewards = [item.reward for item in group.rollouts if item.reward is not None]
+        # Equality is compared, not a deviation computed from rounding: three times 0.1 has a deviation above 0.
+        deviations.append(float(np.std(rewards)) if len(set(rewards)) > 1 else 0.0)
+    return {
+        "group/count": float(len(groups)),
+        "group/reward_std_mean": float(np.mean(deviations)),
+        "group/zero_variance_fraction": sum(d == 0.0 for d in deviations) / len(groups),
+    }
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    """``staleness/*`` at consumption by a learner of ``version``, over the tokens that the loss sees.
+
+    A rollout's staleness is that of its oldest trained token. It splits into the versions that passed while it was
+    being sampled (*in flight*: newest minus oldest token) and those that passed afterwards (*queue*: learner minus
+    newest token). Masked tokens, such as expired ones, only enter ``staleness/masked_fraction``.
+    """
+    token_sum = token_count = all_tokens = 0
+    total, in_flight, queue = [], [], []
+    for rollout in rollouts:
+        all_tokens += len(rollout.versions)
+        versions = np.asarray(rollout.versions, dtype=np.int64)[np.asarray(rollout.loss_mask, dtype=bool)]
+        if not versions.size:
+            continue
+        oldest, newest = int(versions[0]), int(versions[-1])  # versions never decrease along a rollout
+        token_sum += version * versions.size - int(versions.sum())
+        token_count += versions.size
+        total.append(version - oldest)
+        in_flight.append(newest - oldest)
+        queue.append(version - newest)
+    metrics = {"staleness/masked_fraction": (all_tokens - token_count) / all_tokens if all_tokens else 0.0}
+    if token_count:
+        metrics["staleness/token_mean"] = token_sum / token_count
+        metrics["staleness/token_max"] = float(max(total))
+        for name, values in (("rollout", total), ("in_flight", in_flight), ("queue", queue)):
+            metrics[f"staleness/{name}_mean"] = float(np.mean(values))
+            metrics[f"staleness/{name}_max"] = float(max(values))
+    return metrics
+
+
+def push_metrics(pushes: Sequence[PushRecord]) -> dict[str, float]:
+    """``push/*`` of the pushes since the previous step; nothing when there was none."""
+    if not pushes:
+        return {}
+    seconds = float(np.mean([push.seconds for push in pushes]))
+    metrics = {
+        "push/version": float(pushes[-1].version),
+        "push/seconds": seconds,
+        "push/pause_seconds": float(np.mean([push.pause_seconds for push in pushes])),
+        "push/interrupted_rollouts": float(sum(push.interrupted_rollouts for push in pushes)),
+    }
+    if size := sum(push.bytes for push in pushes):
+        metrics["push/bytes"] = float(size)
+    phases: dict[str, float] = {}
+    for push in pushes:
+        for name, _, duration in push.phases:
+            phases[name] = phases.get(name, 0.0) + duration / len(pushes)
+    return metrics | {f"push/{name}_seconds": value for name, value in phases.items()}
+
+
+def trained_tokens(rollout: Rollout) -> int:
+    """Response tokens that the loss sees."""
+    return sum(rollout.loss_mask)
+
+
+@dataclass
+class RunningTotals:
+    """The sums that ``summary.json`` reports, over the whole run, resumes of the run included.
+
+    Every sampled token ends in exactly one place: trained, expired, lost, or still waiting to be consumed.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    pause_seconds: float = 0.0
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: list[float] = field(default_factory=list)
+
+    COUNTED = ("tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished",
+               "rollouts/resumed", "push/count")  # fmt: skip
+
+    def add(self, name: str, count: int) -> None:
+        """Add to one of the counts by its name in the summary. Raises :class:`KeyError` for another name."""
+        if name not in self.COUNTED:
+            raise KeyError(f"{name!r} is not counted; the totals of a run are {', '.join(self.COUNTED)}")
+        self.counts[name] += count
+
+    def add_finished(self, rollouts: Iterable[Rollout]) -> None:
+        """Count rollouts that have ended, whether or not they will be trained on."""
+        for rollout in rollouts:
+            self.counts["rollouts/finished"] += 1
+            self.counts["rollouts/resumed"] += rollout.resumes > 0
+            self.counts["tokens/generated"] += len(rollout.response_token_ids)
+
+    def add_step(self, groups: Iterable[Group], reward_mean: float | None) -> None:
+        """Count a step's tokens: those the loss sees as trained, those it masks as expired."""
+        for group in groups:
+            for item in group.rollouts:
+                trained = trained_tokens(item.rollout)
+                self.counts["tokens/trained"] += trained
+                self.counts["tokens/expired"] += len(item.rollout.loss_mask) - trained
+        if reward_mean is not None:
+            if len(self.first_rewards) < REWARD_WINDOW:
+                self.first_rewards.append(reward_mean)
+            self.last_rewards = [*self.last_rewards, reward_mean][-REWARD_WINDOW:]
+
+    def add_push(self, push: PushRecord) -> None:
+        """Count one push."""
+        self.counts["push/count"] += 1
+        self.pause_seconds += push.pause_seconds
+
+    def summary(self) -> dict[str, float | int | None]:
+        """The totals under their names in ``summary.json``; means of nothing are ``None``."""
+        pushes = self.counts["push/count"]
+        return {
+            "reward/first10_mean": float(np.mean(self.first_rewards)) if self.first_rewards else None,
+            "reward/last10_mean": float(np.mean(self.last_rewards)) if self.last_rewards else None,
+            **{name: self.counts[name] for name in self.COUNTED},
+            "push/pause_seconds_mean": self.pause_seconds / pushes if pushes else None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {
+            "counts": dict(self.counts),
+            "pause_seconds": self.pause_seconds,
+            "first_rewards": list(self.first_rewards),
+            "last_rewards": list(self.last_rewards),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self.counts = Counter(state["counts"])
+        self.pause_seconds = state["pause_seconds"]
+        self.first_rewards = list(state["first_rewards"])
+        self.last_rewards = list(state["last_rewards"])

