@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from generator.pool import EnginePool
@@ -27,7 +28,8 @@ from trainer.data import PromptStream
 from trainer.learner_group import LearnerGroup
 from trainer.rewards import RewardScorer
 from trainer.watch import Watch
-from weight_sync.push import PushReport, Pusher
+from trainer.watch.metrics import push_record
+from weight_sync.push import Pusher
 
 
 @dataclass
@@ -38,11 +40,13 @@ class Parts:
     prompts: PromptStream
     engines: EnginePool
     rewards: RewardScorer
+    decode: Callable[[tuple[int, ...]], str]
+    """Response token ids to text, special tokens left out."""
     learner: LearnerGroup
     pusher: Pusher
     admission: Admission
     watch: Watch
-    buffer: Buffer = field(default_factory=lambda: Buffer())
+    buffer: Buffer = field(default_factory=lambda: Buffer())  # defined below
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -69,34 +73,40 @@ async def produce(parts: Parts) -> None:
 
 async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
     """Sample one group to its end, across any number of pushes, score it and put it into the buffer."""
-    started = time.monotonic()
     rollouts = [
         Rollout(id=f"{prompt.id}-{version}-{number}", prompt_token_ids=prompt.token_ids)
         for number in range(parts.config.sampling.group_size)
     ]
-    finished = await parts.engines.generate(rollouts)
-    sampled = time.monotonic()
-    scored = await parts.rewards.score(prompt, finished)
-    parts.watch.group_done(prompt, scored, started, sampled, time.monotonic())
-    if all(rollout.reward is None for rollout in scored):
+    with parts.watch.trace.span("engine", f"prompt {prompt.id}", version=version):
+        finished = await parts.engines.generate(rollouts)
+    with parts.watch.trace.span("reward", f"prompt {prompt.id}"):
+        texts = [parts.decode(rollout.response_token_ids) for rollout in finished]
+        group = Group(prompt, await parts.rewards.score(prompt, finished, texts), version)
+    parts.watch.finished(group)
+    if all(rollout.reward is None for rollout in group.rollouts):
+        parts.watch.count("tokens/lost", sum(len(rollout.response_token_ids) for rollout in finished))
         parts.admission.failed("unscored")
         parts.place_freed.set()
         return
     parts.admission.finished()
-    parts.buffer.put(Group(prompt, tuple(scored), version))
+    parts.buffer.put(group)
 
 
 async def learn(parts: Parts, first_step: int) -> None:
-    """Batch, optimizer step, push; ``config.steps`` times."""
-    for step in range(first_step, parts.config.steps):
+    """Batch, optimizer step, push; until ``config.steps`` are done."""
+    for step in range(first_step + 1, parts.config.steps + 1):
         started = time.monotonic()
         batch = await next_batch(parts)
         waited = time.monotonic() - started
 
-        learner_metrics = await parts.learner.train(batch.rollouts, version=parts.admission.version, step=step)
-        report = await push(parts, version=parts.admission.version + 1)
+        version = parts.admission.version
+        with parts.watch.trace.span("learner", f"step {step}"):
+            metrics = await parts.learner.train(batch.rollouts, version)
+        metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
+        await push(parts, version + 1)
 
-        parts.watch.step(step, batch, learner_metrics, report, waited, time.monotonic() - started)
+        metrics |= parts.rewards.take_counts()
+        parts.watch.step(step, metrics, batch.groups, batch.advantages, version=version)
         await maybe_checkpoint(parts, step)
 
 
@@ -107,31 +117,32 @@ async def next_batch(parts: Parts) -> Batch:
     while len(groups) < config.batch.prompts:
         group = await parts.buffer.take()
         kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
-        parts.watch.expired(kept.tokens)
         if kept.group is None:
+            parts.watch.count("tokens/expired", kept.tokens)
             parts.admission.filtered("expired")
             parts.prompts.give_back(group.prompt)
             parts.place_freed.set()
             continue
         groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return make_batch(groups, config.algorithm, version=parts.admission.version)
+    return make_batch(groups, config.algorithm.advantage)
 
 
-async def push(parts: Parts, version: int) -> PushReport:
+async def push(parts: Parts, version: int) -> None:
     """Move the learner's weights into every engine and publish them as ``version``."""
+    started = time.time()
     report = await parts.pusher.push(version)
     if version != parts.admission.version:
         parts.admission.published(version)
     parts.place_freed.set()
-    return report
+    parts.watch.push(push_record(report, started, parts.engines.interrupted))
 
 
 async def maybe_checkpoint(parts: Parts, step: int) -> None:
     """Write a checkpoint where ``checkpoint.every`` asks for one."""
     every = parts.config.checkpoint.every
-    if every and (step + 1) % every == 0:
-        await parts.learner.save(step + 1)
+    if every and step % every == 0:
+        await parts.learner.save(f"{parts.config.run_dir}/checkpoints/step_{step}")
 
 
 class Buffer:

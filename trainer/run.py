@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,7 @@ class Inputs:
     model: ResolvedModel
     tokenizer: Any
     prompts: list[Prompt]
-    rewards: list[RewardPart]
+    rewards: tuple[RewardPart, ...]
 
 
 def run(config: Config) -> int:
@@ -70,7 +70,7 @@ def load_inputs(config: Config) -> Inputs:
     task: Task = resolve_dotted(config.task, "task")()
     context = TaskContext(config.data.path, config.data.options, hub_reachable, config.seed)
     data = task.load(context)
-    rewards = resolve_rewards(config.reward if config.reward is not None else task.rewards())
+    rewards = resolve_rewards(config.reward, task.rewards())
     model = resolve_model(
         config.model.path,
         hub_id=config.model.hub_id,
@@ -244,6 +244,3 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-Decode = Callable[[tuple[int, ...]], str]

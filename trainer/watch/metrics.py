@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from generator.rollout import Group, Rollout, ScoredRollout
+from weight_sync.push import PushReport
 
 RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"})
 """Names under ``reward/`` that are statistics; a reward function of that name is logged as ``reward/part_<name>``."""
@@ -36,6 +37,24 @@ class PushRecord:
     """Unfinished rollouts that were submitted again after it."""
     phases: tuple[tuple[str, float, float], ...] = ()
     """(name, start, seconds) of each part, for the trace."""
+
+
+def push_record(report: PushReport, started: float, interrupted: int) -> PushRecord:
+    """A push's report as people see it. ``started`` is the Unix time it began at; steps follow one another."""
+    phases = []
+    at = started
+    for name, seconds in report.seconds.items():
+        phases.append((name, at, seconds))
+        at += seconds
+    return PushRecord(
+        version=report.version,
+        started=started,
+        seconds=sum(report.seconds.values()),
+        pause_seconds=report.pause_seconds,
+        bytes=report.bytes,
+        interrupted_rollouts=interrupted,
+        phases=tuple(phases),
+    )
 
 
 def step_metrics(
