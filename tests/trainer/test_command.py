@@ -1,0 +1,209 @@
+"""The command itself, in a process of its own, as a person would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUMMARY_KEYS = {
+    "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean", "tokens/generated",
+    "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed", "push/count",
+    "push/pause_seconds_mean",
+}  # fmt: skip
+ROLLOUT_KEYS = {
+    "step", "prompt_token_ids", "response_token_ids", "logprobs", "versions", "loss_mask", "reward", "advantage",
+    "finish_reason", "text",
+}  # fmt: skip
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "-m", "trainer", *overrides]
+
+
+def environment() -> dict[str, str]:
+    # The test's own processes are told apart from any other Ray on the machine by this mark in their environment.
+    return {**os.environ, "WANDB_MODE": "offline", "MIDFLIGHT_TEST": str(os.getpid()), "PYTHONPATH": str(ROOT)}
+
+
+def processes_of_this_test() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get("MIDFLIGHT_TEST") == str(os.getpid())
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def no_process_left(patience: float = 20.0) -> bool:
+    """Whether every process of the command has ended; those that are on their way out get a moment."""
+    deadline = time.monotonic() + patience
+    while processes_of_this_test() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not processes_of_this_test()
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Three steps of the tiny recipe; every test below looks at the same run."""
+    folder = tmp_path_factory.mktemp("run")
+    overrides = ["recipe=ci_tiny", "steps=3", f"run_dir={folder}", "logger.rollouts.every=1", "logger.wandb.mode=offline"]
+    done = subprocess.run(
+        command(*overrides), capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False
+    )
+    return folder, done
+
+
+@pytest.mark.engine
+class TestAFinishedRun:
+    def test_it_exits_with_0_and_leaves_no_process(self, finished_run):
+        _, done = finished_run
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert no_process_left(), processes_of_this_test()
+
+    def test_its_output_names_sources_every_step_and_the_run_folder(self, finished_run):
+        folder, done = finished_run
+        for words in ("data", "model", "wandb", "offline", "step 1/3", "step 3/3", str(folder)):
+            assert words in done.stdout
+        assert "Traceback" not in done.stdout + done.stderr
+
+    def test_its_summary_has_every_key_and_adds_up(self, finished_run):
+        summary = json.loads((finished_run[0] / "summary.json").read_text())
+        assert summary.keys() >= SUMMARY_KEYS
+        assert summary["status"] == "done"
+        assert summary["steps"] == summary["policy_version"] == 3
+        assert summary["push/count"] == 4  # version 0 and one after each step
+        assert summary["tokens/lost"] == 0
+        assert summary["tokens/generated"] == summary["tokens/trained"] + summary["tokens/expired"]
+
+    def test_it_writes_one_line_of_metrics_a_step(self, finished_run):
+        lines = [json.loads(line) for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        for name in ("reward/mean", "policy/grad_norm", "mismatch/kl", "staleness/token_max", "push/pause_seconds"):
+            assert all(name in line for line in lines), name
+
+    def test_every_trained_rollout_keeps_the_invariants(self, finished_run):
+        rows = [
+            json.loads(line)
+            for path in sorted((finished_run[0] / "rollouts").glob("step_*.jsonl"))
+            for line in path.read_text().splitlines()
+        ]
+        assert len(rows) == 3 * 4 * 8
+        for row in rows:
+            assert row.keys() >= ROLLOUT_KEYS
+            lengths = {len(row[key]) for key in ("response_token_ids", "logprobs", "versions", "loss_mask")}
+            assert len(lengths) == 1
+            assert 1 <= lengths.pop() <= 24
+            assert row["versions"] == sorted(row["versions"])
+            assert row["step"] - 1 - row["versions"][0] <= 1  # staleness.max_versions
+            assert row["finish_reason"] in ("stop", "length")
+
+    def test_it_leaves_a_trace_a_configuration_a_checkpoint_and_an_export(self, finished_run):
+        folder, _ = finished_run
+        assert json.loads((folder / "trace.json").read_text())
+        assert "recipe" in (folder / "config.yaml").read_text() or (folder / "config.yaml").stat().st_size > 0
+        assert (folder / "checkpoints" / "step_3").is_dir()
+        from transformers import AutoModelForCausalLM
+
+        assert AutoModelForCausalLM.from_pretrained(folder / "export").num_parameters() > 0
+
+    def test_wandb_offline_file_holds_the_same_steps(self, finished_run):
+        from wandb.proto import wandb_internal_pb2
+        from wandb.sdk.internal.datastore import DataStore
+
+        (path,) = finished_run[0].glob("wandb/offline-run-*/run-*.wandb")
+        store = DataStore()
+        store.open_for_scan(str(path))
+        steps = set()
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            for item in record.history.item:
+                if "step" in (item.key, *item.nested_key):
+                    steps.add(int(float(item.value_json)))
+        assert {1, 2, 3} <= steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["recipe=ci_tinny"], ["ci_tiny"]),
+        (["recipe=ci_tiny", "stepss=3"], ["`stepss`", "`steps`"]),
+        (["recipe=ci_tiny", "steps=many"], ["`steps`"]),
+        (["recipe=ci_tiny", "model.path=/nowhere/model"], ["/nowhere/model"]),
+        (["recipe=ci_tiny", "reward=recipes.ci_tiny.reward.nothing"], ["nothing"]),
+        (["recipe=gsm8k_fully_async", "data.path=/nowhere/train.jsonl"], ["/nowhere/train.jsonl"]),
+    ],
+)
+def test_bad_input_ends_with_exit_code_2_and_one_readable_message(overrides, words, tmp_path):
+    done = subprocess.run(
+        command(*overrides, f"run_dir={tmp_path / 'run'}", "hardware=cpu"),
+        capture_output=True, text=True, timeout=300, env=environment(), cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert no_process_left()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n', ["line 2"]),
+        ('{"question": "1+1?", "solution": "2"}\n', ["answer"]),
+        ("", ["empty"]),
+    ],
+    ids=["a line that does not parse", "a missing column", "an empty file"],
+)
+def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content, words, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(content)
+    done = subprocess.run(
+        command("recipe=gsm8k_fully_async", f"data.path={path}", f"run_dir={tmp_path / 'run'}", "hardware=cpu"),
+        capture_output=True, text=True, timeout=300, env=environment(), cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert str(path) in done.stderr
+    for word in words:
+        assert word in done.stderr.lower()
+
+
+def interrupt_after(lines_with: str, signal_number: int, folder: Path, *overrides: str) -> tuple[int, float, str]:
+    """Start the command, wait for a line of output, send the signal; exit code, seconds to the end, all output."""
+    process = subprocess.Popen(
+        command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", *overrides),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
+    )  # fmt: skip
+    output = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        output.append(line)
+        if lines_with in line:
+            break
+    process.send_signal(signal_number)
+    sent = time.monotonic()
+    rest, _ = process.communicate(timeout=300)
+    return process.returncode, time.monotonic() - sent, "".join(output) + rest
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_writes_a_checkpoint_exits_with_130_and_leaves_no_process(signal_number, tmp_path):
+    code, _, output = interrupt_after("step 2/", signal_number, tmp_path, "logger.wandb.mode=disabled")
+    assert code == 130, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert (tmp_path / "checkpoints" / f"step_{summary['policy_version']}").is_dir()
+    assert no_process_left(), processes_of_this_test()
