@@ -1,0 +1,123 @@
+"""Where GSM8K's rows come from: a file of JSON lines, the hub, and the checks both go through."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from generator.task import DataError
+from recipes.gsm8k.reward import MARK, marked_number
+
+HUB_ID = "openai/gsm8k"
+COLUMNS = ("question", "answer")
+FETCH_SECONDS = 120.0
+"""How long fetching the data set (3 MB) may take before the run goes on without it."""
+
+
+class HubError(Exception):
+    """The hub data set could not be read; the message says why, in a phrase."""
+
+
+def read_file(path: Path) -> list[dict[str, str]]:
+    """Read JSON lines with the columns ``question`` and ``answer``.
+
+    Blank lines are skipped; a byte order mark and Windows line ends are accepted. Raises :class:`DataError` with the
+    file and line of what is wrong.
+    """
+    if not path.exists():
+        raise DataError(f"data.path: there is no file {path} (looked in {path.absolute().parent})")
+    if path.is_dir():
+        raise DataError(f"data.path: {path} is a folder; give a file of JSON lines")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.path: {path} cannot be read as UTF-8 text: {error}") from error
+    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"data.path: {path} is empty; it needs one JSON object with question and answer a line")
+    return rows
+
+
+def _parse(line: str, where: str) -> dict[str, str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: the line is not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: the line is nested too deeply") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: the line is a JSON {type(row).__name__}, not an object with {' and '.join(COLUMNS)}")
+    return checked_row(row, where)
+
+
+def checked_row(row: Mapping[str, Any], where: str) -> dict[str, str]:
+    """``row`` itself as a dictionary, or :class:`DataError` with ``where`` when a column is missing or unusable."""
+    for column in COLUMNS:
+        if column not in row:
+            raise DataError(f"{where}: the column {column!r} is missing; the columns are {', '.join(row) or 'none'}")
+        if not isinstance(row[column], str) or not row[column].strip():
+            raise DataError(f"{where}: {column!r} is {row[column]!r:.60}, not a text")
+    if marked_number(row["answer"]) is None:
+        missing = "does not contain" if MARK not in row["answer"] else "has no single number after"
+        raise DataError(f"{where}: the answer {missing} '{MARK}'; it must end in '{MARK} <number>'")
+    return dict(row)
+
+
+def read_hub(reachable: Callable[[], bool]) -> tuple[list[dict[str, str]], list[dict[str, str]], str]:
+    """Training rows, test rows, and whether they were "cached" or "fetched".
+
+    Looks into the hub's cache first, and asks ``reachable`` only if the data set is not there. Raises
+    :class:`HubError` when it is neither cached nor fetched within ``FETCH_SECONDS``.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return *_load(local_only=True), "cached"
+    except (LocalEntryNotFoundError, FileNotFoundError):
+        pass
+    if not reachable():
+        raise HubError("the hub is not reachable and the data set is not cached")
+    return *_within(FETCH_SECONDS, lambda: _load(local_only=False)), "fetched"
+
+
+def _load(*, local_only: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    from huggingface_hub import snapshot_download
+
+    folder = Path(
+        snapshot_download(HUB_ID, repo_type="dataset", allow_patterns="main/*.parquet", local_files_only=local_only)
+    )
+    from datasets import Dataset  # imported only when there is something to read: it takes seconds
+
+    splits = []
+    for split in ("train", "test"):
+        files = sorted(str(path) for path in (folder / "main").glob(f"{split}-*.parquet"))
+        if not files:
+            raise FileNotFoundError(f"the hub data set {HUB_ID} has no main/{split}-*.parquet")
+        rows: Sequence[Any] = Dataset.from_parquet(files).to_list()
+        splits.append([checked_row(row, f"{HUB_ID} {split} row {index}") for index, row in enumerate(rows, 1)])
+    return splits[0], splits[1]
+
+
+def _within(seconds: float, load: Callable[[], Any]) -> Any:
+    """The result of ``load``, run in a daemon thread so that a connection that hangs cannot hang the run."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(load())
+        except Exception as error:  # reported below, on the thread that asked
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="fetch-gsm8k", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise HubError(f"fetching it took longer than {seconds:g} s")
+    if isinstance(outcome[0], DataError):
+        raise outcome[0]
+    if isinstance(outcome[0], Exception):
+        raise HubError(f"fetching it failed: {outcome[0]}") from outcome[0]
+    return outcome[0]

