@@ -161,7 +161,7 @@ def test_a_step_line_fits_a_narrow_terminal_and_keeps_the_main_numbers():
 
 def test_missing_numbers_are_dashes_and_excluded_rollouts_stand_out():
     line = step_line(1, 9, {"reward/excluded": 3.0, "timing/step_seconds": 1.0}).plain
-    assert "reward      - ±   -" in line or "reward      - ±" in line
+    assert "reward      - ±-  staleness    - max -" in line
     assert "3 WITHOUT REWARD" in line
 
 
