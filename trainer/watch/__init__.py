@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from generator.rollout import Group
 from trainer.config import Config
-from trainer.watch.console import TABLE_COLUMNS, Console, ConsoleLogHandler, table_rows
+from trainer.watch.console import Console, ConsoleLogHandler
+from trainer.watch.lines import TABLE_COLUMNS, table_rows
 from trainer.watch.metrics import PushRecord, RunningTotals, step_metrics
 from trainer.watch.run_folder import RunFolder, RunFolderError
 from trainer.watch.trace import Trace

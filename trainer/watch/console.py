@@ -6,13 +6,13 @@ any control code.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
-import re
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich import box
@@ -22,18 +22,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from generator.rollout import Group
+from trainer.watch.lines import TABLE_COLUMNS, cell, duration, number, question, shorten, step_line, summary_lines
 
 logger = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120
 _LABEL = 12
 _STYLES = {"done": "bold green", "interrupted": "bold yellow", "failed": "bold red"}
-
-# What chat templates put around a message (ChatML, Llama 3), which nobody wants to read four times a table.
-_TEMPLATE_MARKS = re.compile(r"<\|(?:im_start|start_header_id)\|>\w*|<\|\w+\|>")
-
-TABLE_COLUMNS = ("prompt", "completion", "reward", "advantage", "versions", "tokens", "finish")
 
 
 class Console:
@@ -79,7 +74,7 @@ class Console:
 
     def waiting(self, text: str | None) -> None:
         """Say what is being waited for; ``None`` when nothing is. The wait before is printed with how long it took."""
-        with self._lock:
+        with self._writing():
             if self._waiting is not None and self._waiting[0] != text:
                 self._waited()
             if text is None or (self._waiting is not None and self._waiting[0] == text):
@@ -99,7 +94,7 @@ class Console:
 
     def begin_steps(self, done: int = 0) -> None:
         """Start the bar, ``done`` steps into the run."""
-        with self._lock:
+        with self._writing():
             self.waiting(None)
             self._stop_live()
             self._begun = True
@@ -122,11 +117,11 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of a step, and the bar."""
-        with self._lock:
+        with self._writing():
             self._print(step_line(step, self._steps, metrics, self._rich.width if self._rich.is_terminal else None))
             if self._progress is not None:
                 reward, staleness, rate = (
-                    _number(metrics, name, form)
+                    number(metrics, name, form)
                     for name, form in (
                         ("reward/mean", ".3f"),
                         ("staleness/token_mean", ".2f"),
@@ -137,7 +132,7 @@ class Console:
                 self._progress.update(self._task, completed=step, numbers=numbers, refresh=True)
 
     def table(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Completions of a step, with the columns of :data:`TABLE_COLUMNS`."""
+        """Completions of a step, with the columns of :data:`~trainer.watch.lines.TABLE_COLUMNS`."""
         table = Table(
             title=f"step {step}: some completions", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
             expand=False, pad_edge=False,
@@ -147,9 +142,9 @@ class Console:
         for name in TABLE_COLUMNS[2:]:
             table.add_column(name, justify="left" if name == "finish" else "right", no_wrap=True)
         for prompt, completion, *numbers in rows:
-            prompt = _shorten(_TEMPLATE_MARKS.sub("", prompt), 160, end=True)  # the question, not the instructions
-            cells = [Text(self.printable(prompt)), Text(self.printable(_shorten(completion, 240)))]
-            table.add_row(*cells, *(Text(_cell(value)) for value in numbers))
+            prompt = question(prompt)  # the question, not the instructions
+            cells = [Text(self.printable(prompt)), Text(self.printable(shorten(completion, 240)))]
+            table.add_row(*cells, *(Text(cell(value)) for value in numbers))
         self._print(table)
 
     def warn(self, text: str) -> None:
@@ -158,12 +153,12 @@ class Console:
 
     def close(self, summary: Mapping[str, Any], run_dir: str) -> None:
         """Take the live line down and print the last lines."""
-        with self._lock:
+        with self._writing():
             self._waiting = None
             self._stop_live()
             status = str(summary["status"])
             self._print(Text(f"\n{status}", style=_STYLES.get(status, "bold")).append(
-                f" after {summary['steps']} steps in {_duration(summary['wall_seconds'])}, "
+                f" after {summary['steps']} steps in {duration(summary['wall_seconds'])}, "
                 f"policy version {summary['policy_version']}", style="default"))  # fmt: skip
             for label, text in summary_lines(summary):
                 self._print(Text(f"  {label:<{_LABEL}}", style="cyan").append(self.printable(text), style="default"))
@@ -185,7 +180,7 @@ class Console:
             self._progress.update(self._task, waiting="")
         elif not self._begun and (self._live_allowed or time.monotonic() - since >= 1.0):
             line = Text(f"  {'waited':<{_LABEL}}", style="dim")
-            self._print(line.append(f"{_duration(time.monotonic() - since):>6}  {self.printable(text)}", style="dim"))
+            self._print(line.append(f"{duration(time.monotonic() - since):>6}  {self.printable(text)}", style="dim"))
 
     def _stop_live(self) -> None:
         if self._status is not None:
@@ -195,15 +190,20 @@ class Console:
         self._status = self._progress = None
 
     def _print(self, what: Text | Table) -> None:
-        with self._lock:
-            if self._gone:
-                return
-            try:
+        with self._writing():
+            if not self._gone:
                 self._write(what)
                 self._stream.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Holds the lock; a terminal that was closed, or a reader that left the pipe, is no reason to lose a run."""
+        with self._lock:
+            try:
+                yield
             except OSError as error:
-                # The terminal was closed, or the reader of the pipe left: no reason to lose a training run.
-                self._gone = True
+                self._gone, self._live_allowed = True, False
+                self._status = self._progress = None
                 logger.warning("nothing more is printed: standard output is gone (%s)", error)
 
     def _write(self, what: Text | Table) -> None:
@@ -230,99 +230,3 @@ class ConsoleLogHandler(logging.Handler):
             self._console._print(Text(self.format(record), style=style))
         except Exception:
             self.handleError(record)
-
-
-def step_line(step: int, steps: int, metrics: Mapping[str, float], width: int | None = None) -> Text:
-    """The line of a step, in fixed columns; the last of them are left out where they exceed ``width``."""
-
-    def n(name: str, form: str) -> str:
-        return _number(metrics, name, form)
-
-    start = f"step {step:>{len(str(steps))}}/{steps}"
-    parts = [
-        start,
-        f"{n('timing/step_seconds', '5.1f')} s",
-        f"reward {n('reward/mean', '6.3f')} ±{n('reward/std', '.2f')}",
-        f"staleness {n('staleness/token_mean', '4.2f')} max {n('staleness/token_max', '.0f')}",
-        f"tok/s {n('throughput/generated_tokens_per_second', '5,.0f')} generated "
-        f"{n('throughput/trained_tokens_per_second', '5,.0f')} trained",
-    ]
-    if excluded := metrics.get("reward/excluded"):
-        parts.append(f"{excluded:.0f} WITHOUT REWARD")
-    parts.append(f"length {n('completions/length_mean', '4.0f')}")
-    if "push/pause_seconds" in metrics:
-        parts.append(f"pause {n('push/pause_seconds', '4.2f')} s")
-    if "idle/learner_seconds" in metrics:
-        parts.append(f"idle {n('idle/learner_seconds', '4.1f')} s")
-    while width is not None and len(parts) > 1 and len("  ".join(parts)) > width:
-        parts.pop()
-    line = Text("  ".join(parts))
-    line.highlight_words([start], "bold")
-    line.highlight_regex(r"reward +-?[\d.]+", "green")
-    line.highlight_regex(r"\d+ WITHOUT REWARD", "yellow")
-    return line
-
-
-def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], rows: int) -> list[list[Any]]:
-    """Up to ``rows`` rollouts for a table, of as many prompts as there are; best and worst of a group first."""
-    ranked = []
-    for group, values in zip(groups, advantages, strict=True):
-        order = sorted(zip(group.rollouts, values, strict=True), key=lambda pair: -pair[1])
-        half = len(order) // 2
-        interleaved = [pair for pairs in zip(order[:half], reversed(order[half:]), strict=False) for pair in pairs]
-        ranked.append((group, interleaved if len(interleaved) == len(order) else [*interleaved, order[half]]))
-    chosen: list[list[Any]] = []
-    for place in range(max((len(pairs) for _, pairs in ranked), default=0)):
-        for group, pairs in ranked:
-            if len(chosen) == rows:
-                return chosen
-            if place < len(pairs):
-                item, advantage = pairs[place]
-                rollout = item.rollout
-                chosen.append([group.prompt.text, item.text, item.reward, advantage, rollout.version_count,
-                               len(rollout.response_token_ids), rollout.finish_reason])  # fmt: skip
-    return chosen
-
-
-def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The totals as (label, text)."""
-    lines = []
-    if summary.get("error"):
-        lines.append(("error", str(summary["error"])))
-    if summary.get("reward/first10_mean") is not None:
-        lines.append(("reward", f"{summary['reward/first10_mean']:.3f} in the first 10 steps, "
-                                f"{summary['reward/last10_mean']:.3f} in the last 10"))  # fmt: skip
-    lines.append(("tokens", f"{summary['tokens/generated']:,} generated, {summary['tokens/trained']:,} trained, "
-                            f"{summary['tokens/expired']:,} expired, {summary['tokens/lost']:,} lost"))  # fmt: skip
-    lines.append(("rollouts", f"{summary['rollouts/finished']:,} finished, "
-                              f"{summary['rollouts/resumed']:,} of them resumed across pushes"))  # fmt: skip
-    if summary.get("push/count"):
-        lines.append(("pushes", f"{summary['push/count']}, pausing generation "
-                                f"{summary['push/pause_seconds_mean']:.2f} s on average"))  # fmt: skip
-    return lines
-
-
-def _number(metrics: Mapping[str, float], name: str, form: str) -> str:
-    """A metric in a fixed width, or a dash of that width when the step has none."""
-    width = int(form.split(".")[0].strip(",") or 0)
-    return f"{metrics[name]:{form}}" if metrics.get(name) is not None else "-".rjust(width)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _shorten(text: str, length: int, end: bool = False) -> str:
-    text = text.strip()
-    if len(text) <= length:
-        return text
-    return "..." + text[-length:] if end else text[:length] + "..."
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -184,7 +184,8 @@ class Trace:
             self._comma = True
         except OSError as error:
             # A full disk must not end the training that the trace describes.
-            self._file.close()
+            with contextlib.suppress(OSError):  # closing tries to write once more
+                self._file.close()
             logger.warning("the trace ends here: %s cannot be written (%s)", self._file.name, error)
 
 

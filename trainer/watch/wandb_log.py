@@ -23,7 +23,7 @@ _MODES = {"online": "online", "shared": "online", "run": "online", "offline": "o
 FINISH_SECONDS = 30.0
 """Time to upload what is left at the end of a run. Nothing is lost past it: `wandb sync` uploads it later."""
 
-_INIT_SECONDS = 30.0  # a server that does not answer by then is not waited for: the run is logged offline
+_INIT_SECONDS = 15.0  # a server that does not answer by then is not waited for: the run is logged offline
 _QUEUE_ITEMS = (
     10_000  # steps kept while the server is slow; past it steps are dropped from wandb, not from the run folder
 )
@@ -64,6 +64,7 @@ class WandbLog:
         self._thread: threading.Thread | None = None
         self._run: Any = None
         self._failed = False
+        self._abandoned = False
         mode, why = configured_mode(settings.mode, os.environ)
         if mode == "disabled":
             announce("disabled", why)
@@ -96,6 +97,7 @@ class WandbLog:
                 "wandb did not finish in %.0f s; its files are in %s, `wandb sync` uploads them later",
                 timeout, self._run_dir / "wandb",
             )  # fmt: skip
+            self._abandoned = True
             _kill_service()
         self._thread = None
 
@@ -127,7 +129,7 @@ class WandbLog:
         try:
             self._run = self._init(wandb, mode)
         except Exception as error:
-            if mode == "offline":
+            if mode == "offline" or self._abandoned:
                 raise
             logger.debug("wandb online failed", exc_info=True)
             # A failed start leaves its service behind; the next one gets a fresh one.
@@ -145,15 +147,16 @@ class WandbLog:
 
     def _init(self, wandb: Any, mode: str) -> Any:
         offline = mode == "offline"
-        (self._run_dir / "wandb").mkdir(parents=True, exist_ok=True)
+        run_id, known = _run_id(self._run_dir / "wandb" / "run_id")
         return wandb.init(
             mode=mode,
             project=self._settings.project,
             entity=self._settings.entity,
             name=self._settings.name or self._run_dir.name,
             group=self._settings.group,
-            id=_run_id(self._run_dir / "wandb" / "run_id"),
-            resume=None if offline else "allow",
+            id=run_id,
+            # Asking for a run that is new would only be another round trip to the server; offline it cannot be asked.
+            resume="allow" if known and not offline else None,
             dir=str(self._run_dir),
             config=dict(self._config),
             settings=wandb.Settings(
@@ -192,6 +195,8 @@ class WandbLog:
     def _fail(self, what: str, error: BaseException | None) -> None:
         if not self._failed:
             self._failed = True
+            if self._abandoned:  # said already, and the service is dead because we killed it
+                return
             logger.warning("%s%s", what, f": {_first_line(error)}" if error else "")
             logger.debug("wandb error", exc_info=error)
 
@@ -216,11 +221,13 @@ def _logged_in_mode(wandb: Any) -> tuple[str, str]:
     return ("online", "logged in") if logged_in else ("offline", "not logged in: `wandb login` changes that")
 
 
-def _run_id(path: Path) -> str:
-    """One id a run folder, so that a resumed run continues its wandb run."""
-    if not path.exists():
+def _run_id(path: Path) -> tuple[str, bool]:
+    """The one id of a run folder, and whether it stood there: a resumed run continues its wandb run."""
+    known = path.exists()
+    if not known:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(secrets.token_hex(4))
-    return path.read_text().strip()
+    return path.read_text().strip(), known
 
 
 def _teardown(wandb: Any) -> None:
@@ -240,8 +247,13 @@ def _kill_service() -> None:
 
     connection = getattr(wandb_setup.singleton(), "_connection", None)
     process = getattr(getattr(connection, "_proc", None), "_process", None)
-    if process is not None:
-        process.kill()
+    if process is None:
+        return
+    if forget_exit_hook := getattr(connection, "_cleanup", None):
+        forget_exit_hook()
+    os.environ.pop("WANDB_SERVICE", None)
+    process.kill()
+    process.wait(5.0)
 
 
 def _short(path: Path) -> str:

@@ -1,0 +1,140 @@
+"""The numbers of a step and of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from trainer.watch import catalogue
+from trainer.watch.metrics import PushRecord, RunningTotals, reward_metrics, staleness_metrics, step_metrics
+
+
+def test_a_rollout_without_reward_is_counted_and_changes_no_mean(scored):
+    metrics = reward_metrics([scored(1.0, exact=1.0), scored(None, exact=None), scored(0.5, exact=0.0)])
+    assert metrics["reward/excluded"] == 1
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/std"] == 0.25
+    assert metrics["reward/exact"] == 0.5
+
+
+def test_a_step_without_any_reward_has_no_reward_mean(scored):
+    assert reward_metrics([scored(None)]) == {"reward/excluded": 1.0}
+
+
+def test_a_reward_function_named_like_a_statistic_does_not_replace_it(scored):
+    metrics = reward_metrics([scored(1.0, mean=9.0)])
+    assert metrics["reward/mean"] == 1.0
+    assert metrics["reward/part_mean"] == 9.0
+
+
+def test_staleness_splits_into_versions_passed_in_flight_and_in_the_queue(rollout):
+    metrics = staleness_metrics([rollout([(3, 2), (5, 2)])], version=6)
+    assert metrics["staleness/token_mean"] == (3 + 3 + 1 + 1) / 4
+    assert metrics["staleness/token_max"] == metrics["staleness/rollout_max"] == 3
+    assert metrics["staleness/in_flight_max"] == 2
+    assert metrics["staleness/queue_max"] == 1
+
+
+def test_masked_tokens_do_not_count_as_stale(rollout):
+    partly = replace(rollout([(0, 2), (5, 2)]), loss_mask=(False, False, True, True))
+    metrics = staleness_metrics([partly], version=6)
+    assert metrics["staleness/token_max"] == 1
+    assert metrics["staleness/masked_fraction"] == 0.5
+
+
+def test_equal_rewards_have_zero_variance_even_where_rounding_would_show_some(scored, group):
+    equal = group(*[scored(0.1) for _ in range(3)])
+    single = group(scored(1.0), scored(None))
+    mixed = group(scored(0.0), scored(1.0))
+    metrics = step_metrics([equal, single, mixed], version=0, seconds=1.0, generated_tokens=0)
+    assert metrics["group/zero_variance_fraction"] == pytest.approx(2 / 3)
+    assert metrics["group/reward_std_mean"] == pytest.approx(0.5 / 3)
+
+
+def test_throughput_counts_tokens_that_the_loss_sees_apart_from_generated_ones(scored, group):
+    item = scored(1.0, segments=((0, 4),))
+    masked = replace(item, rollout=replace(item.rollout, loss_mask=(False, True, True, True)))
+    metrics = step_metrics([group(masked)], version=0, seconds=2.0, generated_tokens=10)
+    assert metrics["throughput/trained_tokens_per_second"] == 1.5
+    assert metrics["throughput/generated_tokens_per_second"] == 5.0
+
+
+def test_lengths_and_ends_of_completions(scored, group):
+    items = [scored(1.0, ((0, 2),)), scored(0.0, ((0, 2), (1, 4)), "length")]
+    metrics = step_metrics([group(*items)], version=1, seconds=1.0, generated_tokens=0)
+    assert metrics["completions/length_mean"] == 4
+    assert metrics["completions/length_max"] == 6
+    assert metrics["completions/stop_fraction"] == metrics["completions/truncated_fraction"] == 0.5
+    assert metrics["completions/versions_mean"] == 1.5
+    assert metrics["completions/resumed_fraction"] == 0.5
+
+
+def test_every_metric_we_make_is_in_the_catalogue(scored, group):
+    push = PushRecord(1, 0.0, 0.5, 0.4, bytes=10, interrupted_rollouts=1, phases=(("transfer", 0.0, 0.2),))
+    metrics = step_metrics(
+        [group(scored(1.0, exact=1.0))], version=0, seconds=1.0, generated_tokens=1, pushes=[push],
+        extra={"policy/loss": 0.1, "mismatch/ess": 1.0, "idle/learner_seconds": 0.0, "timing/train_seconds": 1.0},
+    )  # fmt: skip
+    assert catalogue.unknown(metrics) == []
+    assert catalogue.unknown(["policy/lsos", "nothing"]) == ["nothing", "policy/lsos"]
+
+
+def test_catalogue_names_are_unique_and_every_entry_reaches_the_documentation():
+    names = [metric.name for metric in catalogue.METRICS]
+    assert len(names) == len(set(names))
+    assert all(f"`{name}`" in catalogue.markdown() for name in names)
+
+
+def test_an_exact_entry_describes_a_metric_before_one_with_a_placeholder():
+    assert [getattr(catalogue.find(name), "name", None) for name in ("push/pause_seconds", "push/load_seconds")] == [
+        "push/pause_seconds",
+        "push/<phase>_seconds",
+    ]
+
+
+def test_a_metric_without_a_family_is_refused(scored, group):
+    with pytest.raises(ValueError, match="loss"):
+        step_metrics([group(scored(1.0))], version=0, seconds=1.0, generated_tokens=0, extra={"loss": 1.0})
+
+
+def test_an_empty_step_divides_by_nothing():
+    metrics = step_metrics([], version=0, seconds=0.0, generated_tokens=0)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_every_generated_token_is_trained_or_expired_or_waiting(scored, group):
+    totals = RunningTotals()
+    item = scored(1.0, segments=((0, 2), (1, 3)))
+    expired = replace(item, rollout=replace(item.rollout, loss_mask=(False, False, True, True, True)))
+    waiting = scored(1.0, segments=((1, 4),))
+    totals.add_finished([item.rollout, waiting.rollout])
+    totals.add_step([group(expired)], 1.0)
+    summary = totals.summary()
+    assert (summary["tokens/trained"], summary["tokens/expired"], summary["tokens/generated"]) == (3, 2, 9)
+    assert (summary["rollouts/finished"], summary["rollouts/resumed"]) == (2, 1)
+
+
+def test_first_and_last_ten_steps_are_averaged_and_survive_a_checkpoint():
+    totals = RunningTotals()
+    for step in range(12):
+        totals.add_step([], float(step))
+    again = RunningTotals()
+    again.load_state_dict(json.loads(json.dumps(totals.state_dict())))
+    again.add_step([], 12.0)
+    again.add_push(PushRecord(1, 0.0, 1.0, 0.5))
+    assert again.summary()["reward/first10_mean"] == sum(range(10)) / 10
+    assert again.summary()["reward/last10_mean"] == sum(range(3, 13)) / 10
+    assert again.summary()["push/pause_seconds_mean"] == 0.5
+
+
+def test_a_run_that_did_nothing_has_no_means():
+    assert RunningTotals().summary()["reward/last10_mean"] is None
+    assert RunningTotals().summary()["push/pause_seconds_mean"] is None
+
+
+def test_a_total_that_does_not_exist_is_refused():
+    with pytest.raises(KeyError, match="tokens/lsot"):
+        RunningTotals().add("tokens/lsot", 1)

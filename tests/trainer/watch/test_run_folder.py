@@ -1,0 +1,123 @@
+"""The files of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from trainer.config import Config
+from trainer.watch import run_folder
+from trainer.watch.run_folder import RunFolder, RunFolderError, write_atomically
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_config_holds_resolved_values_and_package_versions(tmp_path):
+    config = OmegaConf.structured(Config(name="toy", task="recipes.toy", steps=3, run_dir="outputs/${name}"))
+    RunFolder(tmp_path).write_config(config)
+    written = OmegaConf.load(tmp_path / "config.yaml")
+    assert written.run_dir == "outputs/toy"
+    assert written.sampling.group_size == config.sampling.group_size
+    assert written.versions.torch.startswith("2.")
+
+
+def test_metrics_are_readable_while_the_run_goes_on(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.append_metrics(1, {"reward/mean": 0.5})
+    folder.append_metrics(2, {"reward/mean": np.float32(0.25)})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.25}]
+
+
+def test_numbers_that_json_cannot_say_become_null(tmp_path):
+    RunFolder(tmp_path).append_metrics(1, {"a/nan": float("nan"), "a/inf": float("-inf"), "a/numpy": np.float64("nan")})
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a/nan": None, "a/inf": None, "a/numpy": None}]
+
+
+def test_rollout_files_have_the_keys_of_the_contract_and_align_with_advantages(tmp_path, scored, group):
+    groups = [group(scored(1.0, ((0, 2), (1, 1)), exact=1.0), scored(None, text="fünf\n\u2028")), group(scored(0.0))]
+    path = RunFolder(tmp_path).write_rollouts(4, groups, [[0.5, 0.0], [-0.5]])
+    rows = lines_of(path)
+    assert path.name == "step_4.jsonl"
+    assert {"step", "prompt_token_ids", "response_token_ids", "logprobs", "versions", "loss_mask", "reward",
+            "advantage", "finish_reason", "text"} <= rows[0].keys()  # fmt: skip
+    assert rows[0]["versions"] == [0, 0, 1]
+    assert rows[0]["loss_mask"] == [True, True, True]
+    assert [row["advantage"] for row in rows] == [0.5, 0.0, -0.5]
+    assert rows[1]["reward"] is None
+    assert rows[1]["text"] == "fünf\n\u2028"
+
+
+def lines_of(path):
+    # Not splitlines(): a completion may hold U+2028, which is no line break of JSON lines.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def test_advantages_of_another_shape_are_refused(tmp_path, scored, group):
+    with pytest.raises(ValueError, match="zip"):
+        RunFolder(tmp_path).write_rollouts(1, [group(scored(1.0), scored(0.0))], [[0.5]])
+
+
+@pytest.mark.parametrize("artefact", ["metrics.jsonl", "summary.json", "checkpoints/"])
+def test_a_fresh_run_refuses_the_folder_of_another_run(tmp_path, artefact):
+    path = tmp_path / artefact
+    path.mkdir() if artefact.endswith("/") else path.touch()
+    with pytest.raises(RunFolderError, match=artefact.rstrip("/")) as error:
+        RunFolder(tmp_path)
+    assert "run_dir" in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [artefact.rstrip("/")]
+
+
+def test_files_that_are_not_a_runs_do_not_matter(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "nohup.out").touch()
+    RunFolder(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="file"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_a_resumed_run_does_its_lost_steps_again_once(tmp_path, scored, group):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.append_metrics(step, {})
+        folder.write_rollouts(step, [group(scored(1.0))], [[0.0]])
+    folder.write_summary({"status": "interrupted"})
+    folder.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rewa')
+    folder = RunFolder(tmp_path, resume_step=2)
+    folder.append_metrics(3, {})
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_are_readable_by_colleagues_as_the_umask_says(tmp_path):
+    RunFolder(tmp_path).write_summary({"status": "done"})
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "summary.json").stat().st_mode & 0o777 == 0o666 & ~mask

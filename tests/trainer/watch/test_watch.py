@@ -1,0 +1,109 @@
+"""The whole watch over a small run."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+
+from trainer.config import Config
+from trainer.watch import PushRecord, RunFolderError, Watch
+
+
+@pytest.fixture
+def config():
+    config = Config(name="toy", task="recipes.toy", steps=4, run_dir="unused")
+    config.logger.wandb.mode = "disabled"
+    config.logger.rollouts.every = config.logger.table.every = 2
+    return config
+
+
+def run_steps(watch, steps, scored, group):
+    for step in steps:
+        groups = [group(scored(1.0, ((step - 1, 3),)), scored(0.0, ((step - 1, 5),), "length"))]
+        for item in groups:
+            watch.finished(item)
+        watch.push(PushRecord(step, time.time(), 0.2, 0.1, phases=(("transfer", time.time(), 0.05),)))
+        watch.step(step, {"policy/loss": 0.5}, groups, [[1.0, -1.0]], version=step - 1)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group):
+    stream = io.StringIO()
+    watch = Watch(config, tmp_path / "run", stream=stream)
+    watch.begin()
+    run_steps(watch, (1, 2), scored, group)
+    watch.close("done")
+    folder = tmp_path / "run"
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts",
+        "summary.json",
+        "trace.json",
+    }
+    assert [p.name for p in (folder / "rollouts").iterdir()] == ["step_2.jsonl"]
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+    assert metrics(folder)[1]["push/version"] == 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() == {
+        "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
+        "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
+        "push/count", "push/pause_seconds_mean",
+    }  # fmt: skip
+    assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", 2, 2)
+    assert summary["tokens/generated"] == summary["tokens/trained"] == 16
+    assert "some completions" in stream.getvalue()
+    assert "wandb       disabled" in stream.getvalue()
+    names = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    assert {"push version 2", "transfer"} <= names
+
+
+def test_throughput_of_a_step_counts_only_what_finished_since_the_step_before(tmp_path, config, scored, group):
+    watch = Watch(config, tmp_path / "run", stream=io.StringIO())
+    watch.finished(group(scored(1.0, ((0, 5),))))
+    first = watch.step(1, {}, [], [], version=0)
+    second = watch.step(2, {}, [], [], version=1)
+    assert first["throughput/generated_tokens_per_second"] > 0
+    assert second["throughput/generated_tokens_per_second"] == 0
+    watch.close("done")
+
+
+def test_a_failed_run_names_its_error_in_the_summary_and_on_the_screen(tmp_path, config):
+    stream = io.StringIO()
+    watch = Watch(config, tmp_path / "run", stream=stream)
+    watch.close("failed", RuntimeError("engine 0 died"))
+    watch.close("done")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: engine 0 died")
+    assert "engine 0 died" in stream.getvalue()
+
+
+def test_a_second_run_does_not_touch_the_folder_of_the_first(tmp_path, config):
+    Watch(config, tmp_path / "run", stream=io.StringIO()).close("done")
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
+    with pytest.raises(RunFolderError):
+        Watch(config, tmp_path / "run", stream=io.StringIO())
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_resumed_run_continues_its_totals_and_its_lines(tmp_path, config, scored, group):
+    watch = Watch(config, tmp_path / "run", stream=io.StringIO())
+    run_steps(watch, (1, 2), scored, group)
+    state = json.loads(json.dumps(watch.state_dict()))
+    run_steps(watch, (3,), scored, group)
+    watch.close("interrupted")
+    stream = io.StringIO()
+    watch = Watch(config, tmp_path / "run", resume_step=2, stream=stream)
+    watch.load_state_dict(state)
+    run_steps(watch, (3, 4), scored, group)
+    summary = watch.close("done")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert (summary["tokens/trained"], summary["push/count"], summary["steps"]) == (32, 4, 4)
+    assert summary["wall_seconds"] >= state["wall_seconds"]
+    assert "continued after step 2" in stream.getvalue()
