@@ -42,13 +42,15 @@ class LearnerRank:
 
     def start(self, world_size: int, host: str, port: int) -> None:
         """Load the model and meet the other ranks."""
+        import torch
+
         from trainer.learner import Learner
         from weight_sync.sender import WeightSender
         from weight_sync.source import DeepSpeedSource
 
         self._learner = Learner(self._spec, self._rank, world_size, host, port)
         self._sender = WeightSender(
-            DeepSpeedSource(self._learner.engine, prefix="model.", dtype=self._spec.dtype),
+            DeepSpeedSource(self._learner.engine, prefix="model.", dtype=getattr(torch, self._spec.dtype)),
             backend=self._backend,
             rank=self._rank,
             bucket_bytes=self._weight_sync.bucket_mib << 20,

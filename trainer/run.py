@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,13 @@ def run(config: Config) -> int:
     watch.source("data", inputs.data.source, inputs.data.reason)
     watch.source("model", inputs.model.source, inputs.model.reason)
     watch.source("hardware", f"{device_kind(config)}, {inputs.model.dtype}", f"hardware={config.hardware}")
-    return asyncio.run(supervise(config, inputs, watch))
+    try:
+        watch.waiting("starting Ray")
+        with _ray_session(config):
+            return asyncio.run(supervise(config, inputs, watch))
+    except KeyboardInterrupt:  # before the event loop has its signal handlers
+        watch.close("interrupted")
+        return EXIT_INTERRUPTED
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -113,9 +119,6 @@ async def supervise(config: Config, inputs: Inputs, watch: Watch) -> int:
 async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[Any]:
     """Start everything, side by side where possible; end everything, in reverse order, whatever happened."""
     async with AsyncExitStack() as stack:
-        watch.waiting("starting Ray")
-        await asyncio.to_thread(_start_ray, config)
-        stack.push_async_callback(asyncio.to_thread, _stop_ray)
         from generator.pool import EnginePool
         from trainer.admission import Admission
         from trainer.learner import LearnerSpec
@@ -193,32 +196,25 @@ async def save_on_interrupt(parts: Any) -> None:
     await parts.learner.save(f"{config.run_dir}/checkpoints/step_{step}")
 
 
-def _start_ray(config: Config) -> None:
-    """Connect to the configured cluster, or start a local instance that listens on loopback only."""
+@contextlib.contextmanager
+def _ray_session(config: Config) -> Iterator[None]:
+    """The configured cluster, or a local instance that listens on loopback only and ends with the run."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     import ray
 
-    if config.ray.address is not None:
-        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.WARNING)
-        return
-    ray.init(
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=256 << 20,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
-
-
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
+    # It announces at every start that its token authentication is on, which is what we want.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 256 << 20}
+    where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
+    ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @contextlib.contextmanager
-def _interrupts(task: asyncio.Task[Any]) -> Any:
+def _interrupts(task: asyncio.Task[Any]) -> Iterator[None]:
     """The first SIGINT or SIGTERM cancels ``task``; the second ends the process at once."""
     loop = asyncio.get_running_loop()
     seen: list[int] = []
