@@ -67,9 +67,7 @@ class EnginePool:
         """End every engine within ``timeout`` seconds; what has not ended by then is killed."""
         handles, self.handles = self.handles, []
         waits = [asyncio.wait_for(_ref(handle.shutdown.remote()), timeout) for handle in handles]
-        for settings, result in zip(
-            self._settings, await asyncio.gather(*waits, return_exceptions=True), strict=False
-        ):
+        for settings, result in zip(self._settings, await asyncio.gather(*waits, return_exceptions=True), strict=False):
             if isinstance(result, BaseException):
                 logger.warning("%s did not shut down in order: %r", settings.name, result)
         for handle in handles:

@@ -81,6 +81,7 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._returned: deque[int] = deque()
+        self._handed_out: list[int] = []
         self._fingerprint = self._hash_prompts()
         self._start_epoch(0)
 
@@ -99,6 +100,11 @@ class PromptStream:
 
     def next(self) -> Prompt:
         """The next prompt: one that was given back, if there is one, else the next of the epoch."""
+        prompt = self._take()
+        self._handed_out.append(prompt.id)
+        return prompt
+
+    def _take(self) -> Prompt:
         if self._returned:
             return self._by_id[self._returned.popleft()]
         if self._cursor == len(self._order):
@@ -106,18 +112,23 @@ class PromptStream:
         self._cursor += 1
         return self._prompts[self._order[self._cursor - 1]]
 
+    def done(self, prompt: Prompt) -> None:
+        """A prompt that was handed out needs no rollouts any more: it was learned from, or cannot be."""
+        self._handed_out.remove(prompt.id)
+
     def give_back(self, prompt: Prompt) -> None:
         """Hand a prompt back whose group was lost, so that it is not missing from its epoch. It comes first again."""
         if prompt.id not in self._by_id:
             raise KeyError(f"prompt {prompt.id} is not of this stream")
+        self.done(prompt)
         self._returned.append(prompt.id)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values for a checkpoint."""
+        """The position, as plain values for a checkpoint. Prompts handed out and not done come first again."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "returned": list(self._returned),
+            "returned": [*self._handed_out, *self._returned],
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
@@ -135,6 +146,7 @@ class PromptStream:
         self._start_epoch(int(state["epoch"]))
         self._cursor = int(state["cursor"])
         self._returned = deque(int(index) for index in state["returned"])
+        self._handed_out = []
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

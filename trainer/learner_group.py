@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from weight_sync.manifest import Manifest
+from weight_sync.push import SendReport
 
 from trainer.batching import TrainRollout
 from trainer.config import WeightSyncConfig
 from trainer.learner import LearnerSpec
-from weight_sync.manifest import Manifest
-from weight_sync.push import SendReport
 
 
 class LearnerError(RuntimeError):
@@ -43,10 +43,10 @@ class LearnerRank:
     def start(self, world_size: int, host: str, port: int) -> None:
         """Load the model and meet the other ranks."""
         import torch
-
-        from trainer.learner import Learner
         from weight_sync.sender import WeightSender
         from weight_sync.source import DeepSpeedSource
+
+        from trainer.learner import Learner
 
         self._learner = Learner(self._spec, self._rank, world_size, host, port)
         self._sender = WeightSender(
@@ -87,6 +87,10 @@ class LearnerRank:
         """Write a folder that transformers and vLLM load."""
         self._learner.export(folder)
 
+    def steps_done(self) -> int:
+        """Optimizer steps made."""
+        return self._learner.steps_done
+
     def interrupt(self) -> None:
         """Give up the optimizer step that is being computed, if one is. Called beside the running call."""
         if self._learner is not None:
@@ -115,8 +119,7 @@ class LearnerGroup:
         # A second thread of its own lets `interrupt` reach a rank in the middle of a step.
         actor = ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups={"control": 1})(LearnerRank)
         self._ranks = [
-            actor.remote(self._spec, rank, self._backend, self._weight_sync)
-            for rank in range(self._spec.learner.ranks)
+            actor.remote(self._spec, rank, self._backend, self._weight_sync) for rank in range(self._spec.learner.ranks)
         ]
         host, port = await self._call(0, "address")
         await self._all("start", len(self._ranks), host, port)
@@ -139,23 +142,26 @@ class LearnerGroup:
         return (await self._all("send", version))[0]
 
     async def save(self, folder: str) -> None:
-        """Write a checkpoint: into a temporary folder first, so that a torn one is never taken for a whole one."""
-        final = Path(folder).absolute()
-        temporary = final.with_name(f".{final.name}.writing")
-        await self._all("save", str(temporary))
-        await asyncio.to_thread(temporary.rename, final)
+        """Write weights and optimizer state into ``folder``."""
+        await self._all("save", folder)
 
     async def load(self, folder: str) -> None:
-        """Continue from a checkpoint."""
-        await self._all("load", str(Path(folder).absolute()))
+        """Continue from what :meth:`save` wrote."""
+        await self._all("load", folder)
 
     async def export(self, folder: str) -> None:
         """Write a folder that transformers and vLLM load."""
         await self._all("export", str(Path(folder).absolute()))
 
+    async def steps_done(self) -> int:
+        """Optimizer steps made since the run began, checkpoints included."""
+        return await self._call(0, "steps_done")
+
     async def interrupt(self) -> None:
         """Give up the step in progress on every rank; the weights stay those of the last finished step."""
-        await asyncio.gather(*(_wait(rank.interrupt.options(concurrency_group="control").remote()) for rank in self._ranks))
+        await asyncio.gather(
+            *(_wait(rank.interrupt.options(concurrency_group="control").remote()) for rank in self._ranks)
+        )
 
     async def close(self, timeout: float = 5.0) -> None:
         """End every rank within ``timeout`` seconds."""

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from weight_sync.push import Pusher
+
 from generator.pool import EnginePool
 from generator.rollout import Group, Prompt, Rollout
 from trainer.admission import Admission, expire
@@ -27,9 +29,9 @@ from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.learner_group import LearnerGroup
 from trainer.rewards import RewardScorer
+from trainer.state import save_checkpoint
 from trainer.watch import Watch
 from trainer.watch.metrics import push_record
-from weight_sync.push import Pusher
 
 
 @dataclass
@@ -48,14 +50,22 @@ class Parts:
     watch: Watch
     buffer: Buffer = field(default_factory=lambda: Buffer())  # defined below
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
+    steps_done: int = 0
+    """Optimizer steps made, those before a checkpoint was continued included."""
+    in_training: Batch | None = None
+    """The batch of the step in progress."""
 
 
-async def train(parts: Parts, first_step: int = 0) -> None:
-    """Run until ``config.steps`` optimizer steps are done. An error in either coroutine ends both and is raised."""
+async def train(parts: Parts) -> None:
+    """Run until ``config.steps`` optimizer steps are done. An error in either coroutine ends both and is raised.
+
+    The weights at start are pushed first, as version 0 (or the version of the checkpoint): a path that is broken fails
+    in the first minute, and an engine never samples from weights that the learner did not send.
+    """
+    await push(parts, version=parts.steps_done)
     async with asyncio.TaskGroup() as tasks:
-        await push(parts, version=first_step)
         producing = tasks.create_task(produce(parts))
-        await learn(parts, first_step)
+        await learn(parts)
         producing.cancel()
 
 
@@ -85,6 +95,7 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
     parts.watch.finished(group)
     if all(rollout.reward is None for rollout in group.rollouts):
         parts.watch.count("tokens/lost", sum(len(rollout.response_token_ids) for rollout in finished))
+        parts.prompts.done(prompt)
         parts.admission.failed("unscored")
         parts.place_freed.set()
         return
@@ -92,22 +103,34 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
     parts.buffer.put(group)
 
 
-async def learn(parts: Parts, first_step: int) -> None:
+async def learn(parts: Parts) -> None:
     """Batch, optimizer step, push; until ``config.steps`` are done."""
-    for step in range(first_step + 1, parts.config.steps + 1):
+    while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        batch = await next_batch(parts)
+        batch = parts.in_training = await next_batch(parts)
         waited = time.monotonic() - started
 
         version = parts.admission.version
-        with parts.watch.trace.span("learner", f"step {step}"):
+        with parts.watch.trace.span("learner", f"step {parts.steps_done + 1}"):
             metrics = await parts.learner.train(batch.rollouts, version)
+        step_done(parts)
         metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
         await push(parts, version + 1)
 
         metrics |= parts.rewards.take_counts()
-        parts.watch.step(step, metrics, batch.groups, batch.advantages, version=version)
-        await maybe_checkpoint(parts, step)
+        await asyncio.to_thread(
+            parts.watch.step, parts.steps_done, metrics, batch.groups, batch.advantages, version=version
+        )
+        await maybe_checkpoint(parts)
+
+
+def step_done(parts: Parts) -> None:
+    """The learner has made the optimizer step on ``in_training``: its prompts are dealt with."""
+    assert parts.in_training is not None
+    parts.steps_done += 1
+    for group in parts.in_training.groups:
+        parts.prompts.done(group.prompt)
+    parts.in_training = None
 
 
 async def next_batch(parts: Parts) -> Batch:
@@ -138,11 +161,11 @@ async def push(parts: Parts, version: int) -> None:
     parts.watch.push(push_record(report, started, parts.engines.interrupted))
 
 
-async def maybe_checkpoint(parts: Parts, step: int) -> None:
+async def maybe_checkpoint(parts: Parts) -> None:
     """Write a checkpoint where ``checkpoint.every`` asks for one."""
     every = parts.config.checkpoint.every
-    if every and step % every == 0:
-        await parts.learner.save(f"{parts.config.run_dir}/checkpoints/step_{step}")
+    if every and parts.steps_done % every == 0:
+        await save_checkpoint(parts)
 
 
 class Buffer:

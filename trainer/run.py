@@ -14,14 +14,22 @@ import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from weight_sync.push import Pusher
+
+from generator.pool import EnginePool
 from generator.rollout import Prompt
 from generator.task import DataError, ModelError, Task, TaskContext, TaskData
+from trainer.admission import Admission
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream, build_prompts
 from trainer.dotted import DottedPathError, resolve_dotted
+from trainer.learner import LearnerSpec
+from trainer.learner_group import LearnerGroup
+from trainer.loop import Parts, step_done, train
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
 from trainer.placement import (
     device_kind,
@@ -31,7 +39,8 @@ from trainer.placement import (
     transfer_backend,
 )
 from trainer.rewards import RewardPart, RewardScorer, resolve_rewards
-from trainer.watch import Watch
+from trainer.state import LEARNER_FOLDER, continue_from, find_checkpoint, read_state, save_checkpoint
+from trainer.watch import RunFolderError, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +64,11 @@ def run(config: Config) -> int:
     """Run to the end and return the exit code. Raises :class:`ConfigError` for bad input, before engines start."""
     try:
         inputs = load_inputs(config)
-    except (DataError, ModelError, DottedPathError) as error:
+        checkpoint = find_checkpoint(config)
+        resume_step = read_state(checkpoint).step if checkpoint else None
+        watch = Watch(config, config.run_dir, resume_step=resume_step)
+    except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
-    watch = Watch(config, config.run_dir)
     logging.basicConfig(handlers=[watch.log_handler], level=logging.WARNING, format="%(message)s")
     watch.source("data", inputs.data.source, inputs.data.reason)
     watch.source("model", inputs.model.source, inputs.model.reason)
@@ -65,7 +76,7 @@ def run(config: Config) -> int:
     try:
         watch.waiting("starting Ray")
         with _ray_session(config):
-            return asyncio.run(supervise(config, inputs, watch))
+            return asyncio.run(supervise(config, inputs, watch, checkpoint))
     except KeyboardInterrupt:  # before the event loop has its signal handlers
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -89,43 +100,37 @@ def load_inputs(config: Config) -> Inputs:
     return Inputs(data, model, tokenizer, prompts, rewards)
 
 
-async def supervise(config: Config, inputs: Inputs, watch: Watch) -> int:
+async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Path | None) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
     task = asyncio.current_task()
     assert task is not None
     with _interrupts(task):
         try:
             async with _parts(config, inputs, watch) as parts:
-                from trainer.loop import train
-
+                if checkpoint is not None:
+                    watch.source("resume", str(checkpoint), f"resume={config.resume}")
+                    continue_from(checkpoint, parts)
+                    await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
                 await train(parts)
                 watch.waiting("writing the final checkpoint and export")
                 await save_final(parts)
-            watch.close("done")
+            await asyncio.to_thread(watch.close, "done")
             return EXIT_DONE
         except asyncio.CancelledError:
             task.uncancel()
-            watch.close("interrupted")
+            await asyncio.to_thread(watch.close, "interrupted")
             return EXIT_INTERRUPTED
         except Exception as error:
-            cause = root_cause(error)
             logger.debug("%s", "".join(traceback.format_exception(error)))
-            watch.close("failed", cause)
+            await asyncio.to_thread(watch.close, "failed", root_cause(error))
             return EXIT_FAILED
 
 
 @asynccontextmanager
-async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[Any]:
+async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[Parts]:
     """Start everything, side by side where possible; end everything, in reverse order, whatever happened."""
     async with AsyncExitStack() as stack:
-        from generator.pool import EnginePool
-        from trainer.admission import Admission
-        from trainer.learner import LearnerSpec
-        from trainer.learner_group import LearnerGroup
-        from trainer.loop import Parts
-        from weight_sync.push import Pusher
-
         stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
         engines = EnginePool(
             engine_settings(config, inputs.model, stream.longest_prompt),
@@ -156,7 +161,9 @@ async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[
             starting.create_task(learner.start())
         watch.waiting("connecting learner and engines, pushing version 0")
         await learner.connect(engines.handles, workers_per_engine=config.engine.tensor_parallel)
-        room = max(1, config.engine.count * config.engine.max_running * GROUPS_PER_ENGINE_ROOM // config.sampling.group_size)
+        room = max(
+            1, config.engine.count * config.engine.max_running * GROUPS_PER_ENGINE_ROOM // config.sampling.group_size
+        )
         parts = Parts(
             config=config,
             prompts=stream,
@@ -181,19 +188,24 @@ async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[
             raise
 
 
-async def save_final(parts: Any) -> None:
-    """The last checkpoint and a folder that transformers and vLLM load."""
-    config: Config = parts.config
-    await parts.learner.save(f"{config.run_dir}/checkpoints/step_{config.steps}")
-    await parts.learner.export(f"{config.run_dir}/export")
+async def save_final(parts: Parts) -> None:
+    """The last checkpoint, and a folder that transformers and vLLM load."""
+    await save_checkpoint(parts)
+    await parts.learner.export(str(Path(parts.config.run_dir) / "export"))
 
 
-async def save_on_interrupt(parts: Any) -> None:
-    """A checkpoint of the learner after the optimizer steps made so far."""
-    config: Config = parts.config
-    step = parts.admission.version
-    await parts.learner.interrupt()
-    await parts.learner.save(f"{config.run_dir}/checkpoints/step_{step}")
+async def save_on_interrupt(parts: Parts) -> None:
+    """A checkpoint after the optimizer steps made so far; the step in progress is given up."""
+    try:
+        async with asyncio.timeout(parts.config.shutdown.timeout):
+            await parts.learner.interrupt()
+            # The step may have been made just before the interrupt; only the learner knows.
+            if await parts.learner.steps_done() > parts.steps_done:
+                step_done(parts)
+            path = await save_checkpoint(parts)
+        parts.watch.source("checkpoint", str(path), "the same command with this run_dir continues from it")
+    except Exception as error:
+        logger.error("no checkpoint could be written on interrupt: %r", error)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,13 @@ def no_process_left(patience: float = 20.0) -> bool:
 def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """Three steps of the tiny recipe; every test below looks at the same run."""
     folder = tmp_path_factory.mktemp("run")
-    overrides = ["recipe=ci_tiny", "steps=3", f"run_dir={folder}", "logger.rollouts.every=1", "logger.wandb.mode=offline"]
+    overrides = [
+        "recipe=ci_tiny",
+        "steps=3",
+        f"run_dir={folder}",
+        "logger.rollouts.every=1",
+        "logger.wandb.mode=offline",
+    ]
     done = subprocess.run(
         command(*overrides), capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False
     )
