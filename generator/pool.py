@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SHUTDOWN_SECONDS = 10.0
+
 MAX_CONCURRENT_CALLS = 100_000
 """Groups an engine actor may hold at once; admission, not the actor, is what bounds concurrency."""
 
@@ -63,10 +65,10 @@ class EnginePool:
         self.handles = [actor.remote(settings) for settings in self._settings]
         await self._all("start", self._start_timeout)
 
-    async def shutdown(self, timeout: float = 10.0) -> None:
-        """End every engine within ``timeout`` seconds; what has not ended by then is killed."""
+    async def shutdown(self) -> None:
+        """End every engine within ``SHUTDOWN_SECONDS``; what has not ended by then is killed."""
         handles, self.handles = self.handles, []
-        waits = [asyncio.wait_for(_ref(handle.shutdown.remote()), timeout) for handle in handles]
+        waits = [asyncio.wait_for(_ref(handle.shutdown.remote()), SHUTDOWN_SECONDS) for handle in handles]
         for settings, result in zip(self._settings, await asyncio.gather(*waits, return_exceptions=True), strict=False):
             if isinstance(result, BaseException):
                 logger.warning("%s did not shut down in order: %r", settings.name, result)
@@ -115,10 +117,10 @@ class EnginePool:
         """Open every gate: new tokens are tagged with the published version."""
         await self._all("resume", self._step_timeout, self.version)
 
-    async def _all(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
+    async def _all(self, method: str, seconds: float, *arguments: Any) -> list[Any]:
         """Call ``method`` on every engine and wait for all of them; the first failure is raised after all returned."""
         calls = [
-            _named(settings.name, method, getattr(handle, method).remote(*arguments), timeout)
+            _named(settings.name, method, getattr(handle, method).remote(*arguments), seconds)
             for settings, handle in zip(self._settings, self.handles, strict=True)
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -128,12 +130,12 @@ class EnginePool:
         return list(results)
 
 
-async def _named(name: str, method: str, reference: Any, timeout: float | None = None) -> Any:
+async def _named(name: str, method: str, reference: Any, seconds: float | None = None) -> Any:
     """Await a call to an engine; failures and missed deadlines name the engine and the call."""
     try:
-        return await asyncio.wait_for(_ref(reference), timeout)
+        return await asyncio.wait_for(_ref(reference), seconds)
     except TimeoutError as error:
-        raise EngineError(f"{name} did not answer `{method}` within {timeout:.0f} s") from error
+        raise EngineError(f"{name} did not answer `{method}` within {seconds:.0f} s") from error
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(getattr(error, "cause", None), BaseException) else error
         raise EngineError(f"{name} failed in `{method}`: {_root(cause)}") from cause

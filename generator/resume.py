@@ -23,7 +23,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-    """Every id that ends a rollout: all of the model's end-of-sequence ids (unless they are ignored), and the recipe's own."""
+    """Every id that ends a rollout: the model's end-of-sequence ids (unless ignored) and the recipe's own."""
     max_model_len: int = 0
     """Longest prompt plus response the engine holds; 0: no limit beside ``max_tokens``."""
 

@@ -33,7 +33,7 @@ class Admission:
     max_running: int
     """Groups that may be sampled or scored at a time."""
     total_groups: int | None = None
-    """Groups the run will learn from in all, so that nothing is sampled for a step that never comes; ``None``: endless."""
+    """Groups the run will learn from in all: nothing is sampled for a step that never comes. ``None``: endless."""
     version: int = 0
     """The learner's version, which is also the last published one."""
     running: int = 0

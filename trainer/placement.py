@@ -15,6 +15,9 @@ KV_BYTES_ON_CPU = 512 << 20
 """KV cache of a CPU engine unless ``engine.kv_cache_mib`` says otherwise: room for small models and short contexts."""
 
 
+ROOM_FACTOR = 2
+
+
 def device_kind(config: Config) -> str:
     """``cpu`` or ``gpu``: what engines and learner compute on."""
     return "cpu" if config.hardware == "cpu" else "gpu"
@@ -100,6 +103,12 @@ def engine_environment(config: Config, number: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": str(config.engine.cpu_threads or 1),
     }
+
+
+def engine_room(config: Config) -> int:
+    """Groups that may be sampled or scored at a time: more than the engines run, so that none waits for the driver."""
+    running = config.engine.count * config.engine.max_running
+    return max(1, ROOM_FACTOR * running // config.sampling.group_size)
 
 
 def engine_resources(config: Config) -> Resources:

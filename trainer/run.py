@@ -1,6 +1,6 @@
-"""Wiring: builds the parts of a run, owns their lifetime, tears them down in order, and turns the end into an exit code.
+"""One run from its configuration to its exit code: what starts before and ends after the algorithm, and the signals.
 
-The algorithm is in ``trainer.loop``; nothing here decides what is sampled or learned.
+The algorithm is in ``trainer.loop``; what it works with is put together in ``trainer.assembly``.
 """
 
 from __future__ import annotations
@@ -11,53 +11,25 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weight_sync.push import Pusher
-
-from generator.pool import EnginePool
-from generator.rollout import Prompt
-from generator.task import DataError, ModelError, Task, TaskContext, TaskData
-from trainer.admission import Admission
+from generator.task import DataError, ModelError
 from trainer.checks import ConfigError
 from trainer.config import Config
-from trainer.data import PromptStream, build_prompts
-from trainer.dotted import DottedPathError, resolve_dotted
-from trainer.learner import LearnerSpec
-from trainer.learner_group import LearnerGroup
-from trainer.loop import Parts, step_done, train
-from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
-from trainer.placement import (
-    device_kind,
-    engine_resources,
-    engine_settings,
-    prompt_limit,
-    transfer_backend,
-)
-from trainer.rewards import RewardPart, RewardScorer, resolve_rewards
+from trainer.dotted import DottedPathError
+from trainer.inputs import Inputs, load_inputs
+from trainer.placement import device_kind
 from trainer.state import LEARNER_FOLDER, continue_from, find_checkpoint, read_state, save_checkpoint
 from trainer.watch import RunFolderError, Watch
+
+if TYPE_CHECKING:
+    from trainer.loop import Parts
 
 logger = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-GROUPS_PER_ENGINE_ROOM = 2
-"""Rollouts in flight over what the engines can run at a time, so that an engine never waits for the driver."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Everything that can be known, and can be wrong, before an engine starts."""
-
-    data: TaskData
-    model: ResolvedModel
-    tokenizer: Any
-    prompts: list[Prompt]
-    rewards: tuple[RewardPart, ...]
 
 
 def run(config: Config) -> int:
@@ -80,24 +52,6 @@ def run(config: Config) -> int:
     except KeyboardInterrupt:  # before the event loop has its signal handlers
         watch.close("interrupted")
         return EXIT_INTERRUPTED
-
-
-def load_inputs(config: Config) -> Inputs:
-    """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process."""
-    task: Task = resolve_dotted(config.task, "task")()
-    context = TaskContext(config.data.path, config.data.options, hub_reachable, config.seed)
-    data = task.load(context)
-    rewards = resolve_rewards(config.reward, task.rewards())
-    model = resolve_model(
-        config.model.path,
-        hub_id=config.model.hub_id,
-        cache_dir=config.model.cache_dir,
-        device_kind=device_kind(config),
-        dtype=config.model.dtype,
-    )
-    tokenizer = load_tokenizer(model.path)
-    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
-    return Inputs(data, model, tokenizer, prompts, rewards)
 
 
 async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Path | None) -> int:
@@ -125,67 +79,6 @@ async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Pa
             logger.debug("%s", "".join(traceback.format_exception(error)))
             await asyncio.to_thread(watch.close, "failed", root_cause(error))
             return EXIT_FAILED
-
-
-@asynccontextmanager
-async def _parts(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[Parts]:
-    """Start everything, side by side where possible; end everything, in reverse order, whatever happened."""
-    async with AsyncExitStack() as stack:
-        stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
-        engines = EnginePool(
-            engine_settings(config, inputs.model, stream.longest_prompt),
-            engine_resources(config),
-            config.engine.start_timeout,
-            config.weight_sync.timeout,
-        )
-        learner = LearnerGroup(
-            LearnerSpec(
-                model_path=inputs.model.path,
-                dtype=inputs.model.dtype,
-                device="cpu" if device_kind(config) == "cpu" else "cuda",
-                temperature=config.sampling.temperature,
-                seed=config.seed,
-                trust_remote_code=config.model.trust_remote_code,
-                learner=config.learner,
-                optimizer=config.optimizer,
-                algorithm=config.algorithm,
-            ),
-            backend=transfer_backend(config),
-            weight_sync=config.weight_sync,
-        )
-        stack.push_async_callback(learner.close)
-        stack.push_async_callback(engines.shutdown)
-        watch.waiting(f"starting {config.engine.count} engine(s) and {config.learner.ranks} learner rank(s)")
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(engines.start())
-            starting.create_task(learner.start())
-        watch.waiting("connecting learner and engines, pushing version 0")
-        await learner.connect(engines.handles, workers_per_engine=config.engine.tensor_parallel)
-        room = max(
-            1, config.engine.count * config.engine.max_running * GROUPS_PER_ENGINE_ROOM // config.sampling.group_size
-        )
-        parts = Parts(
-            config=config,
-            prompts=stream,
-            engines=engines,
-            rewards=RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers),
-            decode=lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True),
-            learner=learner,
-            pusher=Pusher(learner, engines, config.weight_sync.timeout),
-            admission=Admission(
-                batch_prompts=config.batch.prompts,
-                max_versions=config.staleness.max_versions,
-                max_running=config.staleness.max_running_groups or room,
-                total_groups=config.steps * config.batch.prompts,
-            ),
-            watch=watch,
-        )
-        try:
-            yield parts
-        except asyncio.CancelledError:
-            watch.waiting("interrupted: writing a checkpoint")
-            await save_on_interrupt(parts)
-            raise
 
 
 async def save_final(parts: Parts) -> None:

@@ -81,7 +81,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def commit(temporary: Path, final: Path, state: RunState, keep: int) -> None:
-    """Complete the checkpoint written into ``temporary``, move it to ``final``, and drop all but the newest ``keep``."""
+    """Complete the checkpoint in ``temporary``, move it to ``final``, and drop all but the newest ``keep``."""
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
     if final.exists():
         shutil.rmtree(final)
@@ -91,11 +91,11 @@ def commit(temporary: Path, final: Path, state: RunState, keep: int) -> None:
 
 
 def continue_from(checkpoint: Path, parts: Parts) -> None:
-    """Put the driver's side of a checkpoint into fresh parts; the learner loads its own. Raises :class:`ConfigError`."""
+    """Put the driver's side of a checkpoint into fresh parts. Raises :class:`ConfigError`."""
     state = read_state(checkpoint)
     if state.step > parts.config.steps:
         raise ConfigError(
-            f"the checkpoint {checkpoint} is past `steps={parts.config.steps}`; raise `steps` to continue"
+            f"the checkpoint {checkpoint} is past `steps={parts.config.steps}`; raise it"
         )
     parts.prompts.load_state_dict(state.prompts)
     parts.watch.load_state_dict(state.totals)

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY_KEYS = {
-    "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean", "tokens/generated",
-    "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed", "push/count",
+    "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
+    "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed", "push/count",
     "push/pause_seconds_mean",
 }  # fmt: skip
 ROLLOUT_KEYS = {
