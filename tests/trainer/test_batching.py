@@ -1,4 +1,4 @@
-"""Micro-batches: the same numbers as plain sequences through a real model, nothing lost, budgets kept, ranks in step."""
+"""Micro-batches: the numbers of plain sequences through a real model, nothing lost, budgets kept, ranks in step."""
 
 import math
 import random

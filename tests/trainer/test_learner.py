@@ -300,5 +300,5 @@ def test_bfloat16_never_uses_the_stage_that_accumulates_gradients_in_bfloat16():
 
 
 def test_an_unknown_dtype_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match="float16.*float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"float16.*float32 or bfloat16"):
         Learner(LearnerSpec("m", dtype="float16", algorithm=AlgorithmConfig()), 0, 1, "127.0.0.1", 1)

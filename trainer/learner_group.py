@@ -1,0 +1,221 @@
+"""The driver's handle on the learner: one Ray actor per rank, and every call on all of them under one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from trainer.batching import TrainRollout
+from trainer.learner import Learner, LearnerSpec
+
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
+    from weight_sync.push import SendReport
+
+logger = logging.getLogger(__name__)
+
+_SIBLING_GRACE = 1.0
+"""Seconds that other ranks get to report their own error after the first: the first is often only its echo."""
+_CLOSE_TIMEOUT = 5.0
+"""Seconds that ranks get to leave the process group before their actors are killed."""
+
+
+class LearnerError(RuntimeError):
+    """A learner call failed or did not return in time. The cause is the error of the first rank that reported one."""
+
+
+class LearnerActor:
+    """One rank inside its actor: the learner and its weight sender. Errors of both pass through unchanged."""
+
+    def __init__(self) -> None:
+        self._learner: Any = None
+        self._sender: Any = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def start(self, spec: LearnerSpec, rank: int, world_size: int, address: str, port: int) -> None:
+        self._learner = Learner(spec, rank, world_size, address, port)
+
+    def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
+        return self._learner.train(rollouts, version)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return self._learner.logprobs(sequences, temperature)
+
+    def save(self, folder: str) -> None:
+        self._learner.save(folder)
+
+    def load(self, folder: str) -> None:
+        self._learner.load(folder)
+
+    def export(self, folder: str) -> None:
+        self._learner.export(folder)
+
+    def connect_weights(
+        self,
+        engines: Sequence[Any],
+        address: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        bucket_bytes: int,
+        timeout: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        from weight_sync.sender import WeightSender
+        from weight_sync.source import DeepSpeedSource
+
+        if self._sender is None:
+            source = DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes)
+            self._sender = WeightSender(
+                source, backend=backend, rank=self._learner.rank, bucket_bytes=bucket_bytes, timeout=timeout
+            )
+        self._sender.connect(engines, address, port, world_size)
+
+    def prepare_push(self) -> Manifest:
+        return self._sender.prepare()
+
+    def send_weights(self, version: int) -> SendReport:
+        return self._sender.send(version)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if self._learner is not None:
+            self._learner.close()
+
+
+class LearnerGroup:
+    """``learner.ranks`` learner actors behind one object. Every method is a coroutine that never blocks the event loop.
+
+    Every call has the deadline ``learner.timeout`` and raises :class:`LearnerError`, naming the ranks and keeping the
+    original error as its cause. After such an error the ranks may be out of step: ``close`` is all that is left.
+    """
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        self._spec = spec
+        self._timeout = spec.learner.timeout
+        self._actors: list[Any] = []
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """The node address of rank 0, known after :meth:`start`: where a transfer group can listen."""
+        return self._address
+
+    async def start(self) -> None:
+        """Start the actors and load the model on every rank."""
+        ranks = self._spec.learner.ranks
+        # No CPU is reserved: on a machine with two cores the engines would otherwise leave none to schedule on.
+        actor = ray.remote(num_cpus=0, num_gpus=int(self._spec.device == "cuda"), max_restarts=0)(LearnerActor)
+        self._actors = [actor.remote() for _ in range(ranks)]
+        ((self._address, port),) = await self._wait("rendezvous", [self._actors[0].rendezvous.remote()])
+        refs = [a.start.remote(self._spec, rank, ranks, self._address, port) for rank, a in enumerate(self._actors)]
+        await self._wait("start", refs)
+
+    async def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
+        """One optimizer step on a batch, see :meth:`trainer.learner.Learner.train`. The batch is stored once."""
+        return (await self._call("train", ray.put(tuple(rollouts)), version))[0]
+
+    async def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """For each token sequence, the current log-probability of every token but the first."""
+        return (await self._call("logprobs", sequences, temperature))[0]
+
+    async def save(self, folder: str | Path) -> None:
+        """Write a checkpoint. The folder must be visible on the node of every rank."""
+        await self._call("save", str(folder))
+
+    async def load(self, folder: str | Path) -> None:
+        """Continue from a checkpoint."""
+        await self._call("load", str(folder))
+
+    async def export(self, folder: str | Path) -> None:
+        """Write a folder that transformers and vLLM load directly."""
+        await self._call("export", str(folder))
+
+    async def connect_weights(
+        self,
+        engines: Sequence[Any],
+        *,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        bucket_bytes: int,
+        transfer_timeout: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Build the transfer group between rank 0 and the engines, again after a failed push.
+
+        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``; ``dtype`` is the
+        engines' and ``None`` sends weights as they are.
+        """
+        await self._call(
+            "connect_weights", list(engines), address, port, world_size, backend, bucket_bytes, transfer_timeout, dtype
+        )
+
+    async def prepare_push(self) -> Manifest:
+        """Check on every rank that the weights are finite; the manifest of what will be sent. Disturbs no engine."""
+        return (await self._call("prepare_push"))[0]
+
+    async def send_weights(self, version: int) -> SendReport:
+        """Move the weights into every engine, as ``version``."""
+        return (await self._call("send_weights", version))[0]
+
+    async def close(self) -> None:
+        """End all ranks; kills those that do not answer. Safe to call twice and after any error."""
+        actors, self._actors = self._actors, []
+        try:
+            await asyncio.wait_for(asyncio.gather(*(_as_future(a.close.remote()) for a in actors)), _CLOSE_TIMEOUT)
+        except Exception as error:
+            logger.info("a learner rank did not close by itself and is ended: %s", error)
+        for actor in actors:
+            ray.kill(actor)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank; the results in rank order."""
+        if not self._actors:
+            raise LearnerError(f"learner {method}: the learner is not running")
+        return await self._wait(method, [getattr(actor, method).remote(*arguments) for actor in self._actors])
+
+    async def _wait(self, method: str, refs: list[Any]) -> list[Any]:
+        calls = [_as_future(ref) for ref in refs]
+        done, pending = await asyncio.wait(calls, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.exception() for call in done) and pending:
+            await asyncio.wait(pending, timeout=_SIBLING_GRACE)
+        errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
+        if errors:
+            for call in pending:
+                call.cancel()
+            causes = {rank: getattr(error, "cause", None) or error for rank, error in errors.items()}
+            what = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+            first = next((rank for rank, call in enumerate(calls) if call in done and rank in causes), min(causes))
+            raise LearnerError(f"learner {method} failed on {what}") from causes[first]
+        if pending:
+            late = [str(rank) for rank, call in enumerate(calls) if not call.done()]
+            for call in pending:
+                call.cancel()
+            raise LearnerError(
+                f"learner {method}: rank {', '.join(late)} did not return within {self._timeout:g} s (learner.timeout)"
+            ) from TimeoutError(method)
+        return [call.result() for call in calls]
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+def _as_future(ref: Any) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(_await(ref))
