@@ -7,14 +7,9 @@ learner is made, not when this module is.
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +18,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.batching import BatchPlan, MicroBatch, Row, TrainRollout, build_micro_batch, plan_micro_batches
-from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from trainer.diagnostics import DiagnosticSums, diagnostic_metrics, zero_sums
+from trainer.learner_setup import (
+    DTYPES,
+    LearnerSpec,
+    adamw,
+    deepspeed_config,
+    join_process_group,
+    learning_rate_at,
+    load_model,
+    prepare_process,
+    save_tokenizer,
+)
 from trainer.objectives import TokenBatch, policy_loss
 from trainer.policy import PolicyModel
 
-logger = logging.getLogger(__name__)
-
 _CHECKPOINT_TAG = "learner"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient is NaN or infinite. No optimizer step was taken; the weights are as before."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerSpec:
-    """Everything that all ranks of a learner share. Picklable."""
-
-    model_path: str
-    """A folder or hub id that transformers can load."""
-    dtype: str = "float32"
-    """Dtype of the forward pass: float32, or bfloat16 with float32 master weights."""
-    device: str = "cpu"
-    """cpu (collectives over gloo) or cuda (nccl; the rank's process sees its own GPU as the first)."""
-    temperature: float = 1.0
-    """The sampling temperature of the engines."""
-    seed: int = 0
-    trust_remote_code: bool = False
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
 
 class Learner:
@@ -64,16 +47,16 @@ class Learner:
     """
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        if spec.dtype not in _DTYPES:
-            raise ValueError(f"model.dtype is {spec.dtype!r}; the learner trains in {' or '.join(_DTYPES)}")
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"model.dtype is {spec.dtype!r}; the learner trains in {' or '.join(DTYPES)}")
         self.spec, self.rank, self.world_size = spec, rank, world_size
-        _prepare_process(spec, rank, world_size, master_addr, master_port)
+        prepare_process(spec, rank, world_size, master_addr, master_port)
         import deepspeed
 
         self._owns_process_group = not dist.is_initialized()
-        _join_process_group(spec, rank, world_size)
+        join_process_group(spec, rank, world_size)
         self._device = torch.device(spec.device, 0) if spec.device == "cuda" else torch.device("cpu")
-        policy = PolicyModel(_load_model(spec), spec.temperature, spec.learner.logprob_chunk)
+        policy = PolicyModel(load_model(spec), spec.temperature, spec.learner.logprob_chunk)
         # About six times the hidden size: dense layers cost 24 H^2 a token and layer, attention 4 H per key.
         self._attention_tokens = 6.0 * policy.model.config.get_text_config().hidden_size
         if spec.learner.zero_stage == 3:
@@ -81,7 +64,7 @@ class Learner:
             for parameter in policy.model.get_output_embeddings().parameters():
                 deepspeed.zero.register_external_parameter(policy, parameter)
         self._engine, *_ = deepspeed.initialize(
-            model=policy, optimizer=lambda parameters: _adamw(parameters, spec), config=deepspeed_config(spec)
+            model=policy, optimizer=lambda parameters: adamw(parameters, spec), config=deepspeed_config(spec)
         )
 
     @property
@@ -182,7 +165,7 @@ class Learner:
         if self.rank == 0:
             state |= {name: buffer for name, buffer in model.state_dict().items() if name not in state}
             model.save_pretrained(str(folder), state_dict=state)
-            _save_tokenizer(self.spec, folder)
+            save_tokenizer(self.spec, folder)
         dist.barrier()
 
     def close(self) -> None:
@@ -265,117 +248,3 @@ class Learner:
             f"{what} at optimizer step {self.steps}{where}. No step was taken. "
             "Look at optimizer.learning_rate, algorithm.correction_cap and the rollouts of this batch"
         )
-
-
-def learning_rate_at(step: int, config: OptimizerConfig) -> float:
-    """The learning rate of optimizer step ``step`` (from 0): linear warm-up over ``warmup_steps``, then constant."""
-    return config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
-
-
-def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
-    """The DeepSpeed configuration of a spec.
-
-    In bfloat16, ZeRO stage 0 becomes 1: DeepSpeed's stage 0 accumulates gradients in bfloat16, its stage 1 in float32.
-    """
-    bfloat16 = spec.dtype == "bfloat16"
-    stage = max(spec.learner.zero_stage, 1) if bfloat16 else spec.learner.zero_stage
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        # The true number differs from step to step: the learner sets the boundary and scales the loss itself.
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": spec.optimizer.max_grad_norm if stage > 0 else 0.0,
-        "zero_optimization": {"stage": stage},
-    }
-    if bfloat16:
-        config |= {
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-        }
-    return config
-
-
-def _prepare_process(spec: LearnerSpec, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-    """Environment, threads, seed and log levels of this rank's process, before DeepSpeed is imported."""
-    if spec.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        # Ray sets OMP_NUM_THREADS=1 for an actor; the cores are shared out evenly unless the configuration says.
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(spec.learner.cpu_threads or max(1, cores // world_size))
-    elif spec.learner.cpu_threads > 0:
-        torch.set_num_threads(spec.learner.cpu_threads)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
-    }
-    if master_addr.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.manual_seed(spec.seed)
-    from deepspeed.utils.logging import set_log_level_from_string
-    from transformers.utils.logging import disable_progress_bar
-
-    set_log_level_from_string("warning")
-    disable_progress_bar()
-    # DeepSpeed 0.19.8 calls names that torch 2.13 renamed, once for every bucket.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-
-
-def _join_process_group(spec: LearnerSpec, rank: int, world_size: int) -> None:
-    import deepspeed
-
-    # On CPU, DeepSpeed would compile a shared-memory all-reduce that only its inference uses: half a minute of gcc.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        dist_backend="nccl" if spec.device == "cuda" else "gloo",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=spec.learner.timeout),
-        verbose=False,
-    )
-
-
-def _load_model(spec: LearnerSpec) -> Any:
-    """The causal language model in the forward dtype, with all dropout off: the engine samples without it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
-    for name, value in vars(config).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_pretrained(
-        spec.model_path,
-        config=config,
-        dtype=_DTYPES[spec.dtype],
-        attn_implementation="sdpa",
-        trust_remote_code=spec.trust_remote_code,
-    )
-    if spec.learner.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
-
-
-def _adamw(parameters: Any, spec: LearnerSpec) -> torch.optim.AdamW:
-    """PyTorch's fused AdamW: one pass over the memory, on CPU and GPU, and no extension to compile."""
-    optimizer = spec.optimizer
-    return torch.optim.AdamW(
-        parameters,
-        lr=optimizer.learning_rate,
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        fused=True,
-    )
-
-
-def _save_tokenizer(spec: LearnerSpec, folder: str | Path) -> None:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
-    except (OSError, ValueError) as error:
-        logger.warning("the export in %s has no tokenizer: %s has none that loads (%s)", folder, spec.model_path, error)
-        return
-    tokenizer.save_pretrained(str(folder))

@@ -13,7 +13,8 @@ import ray
 import torch
 
 from trainer.batching import TrainRollout
-from trainer.learner import Learner, LearnerSpec
+from trainer.learner import Learner
+from trainer.learner_setup import LearnerSpec
 
 if TYPE_CHECKING:
     from weight_sync.manifest import Manifest

@@ -14,7 +14,8 @@ import torch
 
 from trainer.batching import TrainRollout
 from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
-from trainer.learner import Learner, LearnerSpec, NonFiniteError, deepspeed_config, learning_rate_at
+from trainer.learner import Learner, NonFiniteError
+from trainer.learner_setup import LearnerSpec, deepspeed_config, learning_rate_at
 
 VOCABULARY = 23
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2)

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.batching import TrainRollout
 from trainer.config import LearnerConfig
-from trainer.learner import LearnerSpec
+from trainer.learner_setup import LearnerSpec
 
 VOCABULARY = 17
 
