@@ -1,103 +1,97 @@
-"""The learner as the driver sees it: one Ray actor a rank, every call a collective with a deadline.
-
-Each actor holds a :class:`trainer.learner.Learner` and the sending end of weight pushes. This module is the only one
-that knows learner ranks are Ray actors.
-"""
+"""The driver's handle on the learner: one Ray actor per rank, and every call on all of them under one deadline."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from weight_sync.manifest import Manifest
-from weight_sync.push import SendReport
+import torch
 
 from trainer.batching import TrainRollout
-from trainer.config import WeightSyncConfig
-from trainer.learner import LearnerSpec
+from trainer.learner import Learner
+from trainer.learner_setup import LearnerSpec
+
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
+    from weight_sync.push import SendReport
+
+logger = logging.getLogger(__name__)
+
+_SIBLING_GRACE = 1.0
+"""Seconds that other ranks get to report their own error after the first: the first is often only its echo."""
+_CLOSE_TIMEOUT = 5.0
+"""Seconds that ranks get to leave the process group before their actors are killed."""
 
 
 class LearnerError(RuntimeError):
-    """A learner rank failed, died, or did not answer in time. The message names the rank and the call."""
+    """A learner call failed or did not return in time. The cause is the error of the first rank that reported one."""
 
 
-class LearnerRank:
-    """What lives in a learner actor."""
+class LearnerActor:
+    """One rank inside its actor: the learner and its weight sender. Errors of both pass through unchanged."""
 
-    def __init__(self, spec: LearnerSpec, rank: int, backend: str, weight_sync: WeightSyncConfig) -> None:
-        self._spec, self._rank, self._backend, self._weight_sync = spec, rank, backend, weight_sync
+    def __init__(self) -> None:
         self._learner: Any = None
         self._sender: Any = None
 
-    def address(self) -> tuple[str, int]:
-        """This node's address as the other nodes reach it, and a free port for the ranks to meet at."""
-        host = ray.util.get_node_ip_address()
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it."""
+        address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
 
-    def start(self, world_size: int, host: str, port: int) -> None:
-        """Load the model and meet the other ranks."""
-        import torch
-        from weight_sync.sender import WeightSender
-        from weight_sync.source import DeepSpeedSource
-
-        from trainer.learner import Learner
-
-        self._learner = Learner(self._spec, self._rank, world_size, host, port)
-        self._sender = WeightSender(
-            DeepSpeedSource(self._learner.engine, prefix="model.", dtype=getattr(torch, self._spec.dtype)),
-            backend=self._backend,
-            rank=self._rank,
-            bucket_bytes=self._weight_sync.bucket_mib << 20,
-            timeout=self._weight_sync.timeout,
-        )
-
-    def connect(self, engines: Sequence[Any], workers_per_engine: int) -> None:
-        """Build the transfer group with the engines, from the first rank."""
-        address = self._weight_sync.address
-        host = ray.util.get_node_ip_address() if address == "auto" else address
-        self._sender.connect(engines, host, 0, 1 + len(engines) * workers_per_engine)
-
-    def prepare(self) -> Manifest:
-        """Refuse weights that are not finite, and say what will be sent."""
-        return self._sender.prepare()
-
-    def send(self, version: int) -> SendReport:
-        """Move the weights into every engine."""
-        return self._sender.send(version)
+    def start(self, spec: LearnerSpec, rank: int, world_size: int, address: str, port: int) -> None:
+        self._learner = Learner(spec, rank, world_size, address, port)
 
     def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
-        """One optimizer step."""
         return self._learner.train(rollouts, version)
 
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return self._learner.logprobs(sequences, temperature)
+
     def save(self, folder: str) -> None:
-        """Write what :meth:`load` continues from."""
         self._learner.save(folder)
 
     def load(self, folder: str) -> None:
-        """Continue from what :meth:`save` wrote."""
         self._learner.load(folder)
 
     def export(self, folder: str) -> None:
-        """Write a folder that transformers and vLLM load."""
         self._learner.export(folder)
 
-    def steps_done(self) -> int:
-        """Optimizer steps made."""
-        return self._learner.steps_done
+    def connect_weights(
+        self,
+        engines: Sequence[Any],
+        address: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        bucket_bytes: int,
+        timeout: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        from weight_sync.sender import WeightSender
+        from weight_sync.source import DeepSpeedSource
 
-    def interrupt(self) -> None:
-        """Give up the optimizer step that is being computed, if one is. Called beside the running call."""
-        if self._learner is not None:
-            self._learner.interrupt()
+        if self._sender is None:
+            source = DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes)
+            self._sender = WeightSender(
+                source, backend=backend, rank=self._learner.rank, bucket_bytes=bucket_bytes, timeout=timeout
+            )
+        self._sender.connect(engines, address, port, world_size)
+
+    def prepare_push(self) -> Manifest:
+        return self._sender.prepare()
+
+    def send_weights(self, version: int) -> SendReport:
+        return self._sender.send(version)
 
     def close(self) -> None:
-        """Leave the process groups."""
         if self._sender is not None:
             self._sender.close()
         if self._learner is not None:
@@ -105,91 +99,124 @@ class LearnerRank:
 
 
 class LearnerGroup:
-    """All ranks of the learner. Not thread-safe: call it from one event loop."""
+    """``learner.ranks`` learner actors behind one object. Every method is a coroutine that never blocks the event loop.
 
-    def __init__(self, spec: LearnerSpec, *, backend: str, weight_sync: WeightSyncConfig) -> None:
+    Every call has the deadline ``learner.timeout`` and raises :class:`LearnerError`, naming the ranks and keeping the
+    original error as its cause. After such an error the ranks may be out of step: ``close`` is all that is left.
+    """
+
+    def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
         self._timeout = spec.learner.timeout
-        self._backend, self._weight_sync = backend, weight_sync
-        self._ranks: list[Any] = []
+        self._actors: list[Any] = []
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """The node address of rank 0, known after :meth:`start`: where a transfer group can listen."""
+        return self._address
 
     async def start(self) -> None:
-        """Start every rank and let them meet."""
-        gpus = 0.0 if self._spec.device == "cpu" else 1.0
-        # A second thread of its own lets `interrupt` reach a rank in the middle of a step.
-        actor = ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups={"control": 1})(LearnerRank)
-        self._ranks = [
-            actor.remote(self._spec, rank, self._backend, self._weight_sync) for rank in range(self._spec.learner.ranks)
-        ]
-        host, port = await self._call(0, "address")
-        await self._all("start", len(self._ranks), host, port)
-
-    async def connect(self, engines: Sequence[Any], workers_per_engine: int) -> None:
-        """Build the group in which weights travel. Must be done before the first push, and after a failed one."""
-        await self._call(0, "connect", list(engines), workers_per_engine)
+        """Start the actors and load the model on every rank."""
+        ranks = self._spec.learner.ranks
+        # No CPU is reserved: on a machine with two cores the engines would otherwise leave none to schedule on.
+        actor = ray.remote(num_cpus=0, num_gpus=int(self._spec.device == "cuda"), max_restarts=0)(LearnerActor)
+        self._actors = [actor.remote() for _ in range(ranks)]
+        ((self._address, port),) = await self._wait("rendezvous", [self._actors[0].rendezvous.remote()])
+        refs = [a.start.remote(self._spec, rank, ranks, self._address, port) for rank, a in enumerate(self._actors)]
+        await self._wait("start", refs)
 
     async def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
-        """One optimizer step on ``rollouts`` by a learner of ``version``; metrics of the whole batch."""
-        shared = ray.put(list(rollouts))
-        return (await self._all("train", shared, version))[0]
+        """One optimizer step on a batch, see :meth:`trainer.learner.Learner.train`. The batch is stored once."""
+        return (await self._call("train", ray.put(tuple(rollouts)), version))[0]
 
-    async def prepare(self) -> Manifest:
-        """The learner's first part of a push; see :class:`weight_sync.push.Learner`."""
-        return (await self._all("prepare"))[0]
+    async def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+        """For each token sequence, the current log-probability of every token but the first."""
+        return (await self._call("logprobs", sequences, temperature))[0]
 
-    async def send(self, version: int) -> SendReport:
-        """The learner's second part of a push."""
-        return (await self._all("send", version))[0]
+    async def save(self, folder: str | Path) -> None:
+        """Write a checkpoint. The folder must be visible on the node of every rank."""
+        await self._call("save", str(folder))
 
-    async def save(self, folder: str) -> None:
-        """Write weights and optimizer state into ``folder``."""
-        await self._all("save", folder)
+    async def load(self, folder: str | Path) -> None:
+        """Continue from a checkpoint."""
+        await self._call("load", str(folder))
 
-    async def load(self, folder: str) -> None:
-        """Continue from what :meth:`save` wrote."""
-        await self._all("load", folder)
+    async def export(self, folder: str | Path) -> None:
+        """Write a folder that transformers and vLLM load directly."""
+        await self._call("export", str(folder))
 
-    async def export(self, folder: str) -> None:
-        """Write a folder that transformers and vLLM load."""
-        await self._all("export", str(Path(folder).absolute()))
+    async def connect_weights(
+        self,
+        engines: Sequence[Any],
+        *,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        bucket_bytes: int,
+        transfer_timeout: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Build the transfer group between rank 0 and the engines, again after a failed push.
 
-    async def steps_done(self) -> int:
-        """Optimizer steps made since the run began, checkpoints included."""
-        return await self._call(0, "steps_done")
-
-    async def interrupt(self) -> None:
-        """Give up the step in progress on every rank; the weights stay those of the last finished step."""
-        await asyncio.gather(
-            *(_wait(rank.interrupt.options(concurrency_group="control").remote()) for rank in self._ranks)
+        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``; ``dtype`` is the
+        engines' and ``None`` sends weights as they are.
+        """
+        await self._call(
+            "connect_weights", list(engines), address, port, world_size, backend, bucket_bytes, transfer_timeout, dtype
         )
 
-    async def close(self, timeout: float = 5.0) -> None:
-        """End every rank within ``timeout`` seconds."""
-        ranks, self._ranks = self._ranks, []
-        closing = [asyncio.wait_for(_wait(rank.close.remote()), timeout) for rank in ranks]
-        await asyncio.gather(*closing, return_exceptions=True)
-        for rank in ranks:
-            ray.kill(rank)
+    async def prepare_push(self) -> Manifest:
+        """Check on every rank that the weights are finite; the manifest of what will be sent. Disturbs no engine."""
+        return (await self._call("prepare_push"))[0]
 
-    async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on every rank; the first failure ends the wait: the other ranks may hang in a collective."""
-        return list(await asyncio.gather(*(self._call(n, method, *arguments) for n in range(len(self._ranks)))))
+    async def send_weights(self, version: int) -> SendReport:
+        """Move the weights into every engine, as ``version``."""
+        return (await self._call("send_weights", version))[0]
 
-    async def _call(self, rank: int, method: str, *arguments: Any) -> Any:
-        reference = getattr(self._ranks[rank], method).remote(*arguments)
+    async def close(self) -> None:
+        """End all ranks; kills those that do not answer. Safe to call twice and after any error."""
+        actors, self._actors = self._actors, []
         try:
-            return await asyncio.wait_for(_wait(reference), self._timeout)
-        except TimeoutError as error:
+            await asyncio.wait_for(asyncio.gather(*(_as_future(a.close.remote()) for a in actors)), _CLOSE_TIMEOUT)
+        except Exception as error:
+            logger.info("a learner rank did not close by itself and is ended: %s", error)
+        for actor in actors:
+            ray.kill(actor)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank; the results in rank order."""
+        if not self._actors:
+            raise LearnerError(f"learner {method}: the learner is not running")
+        return await self._wait(method, [getattr(actor, method).remote(*arguments) for actor in self._actors])
+
+    async def _wait(self, method: str, refs: list[Any]) -> list[Any]:
+        calls = [_as_future(ref) for ref in refs]
+        done, pending = await asyncio.wait(calls, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.exception() for call in done) and pending:
+            await asyncio.wait(pending, timeout=_SIBLING_GRACE)
+        errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}
+        if errors:
+            for call in pending:
+                call.cancel()
+            causes = {rank: getattr(error, "cause", None) or error for rank, error in errors.items()}
+            what = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+            first = next((rank for rank, call in enumerate(calls) if call in done and rank in causes), min(causes))
+            raise LearnerError(f"learner {method} failed on {what}") from causes[first]
+        if pending:
+            late = [str(rank) for rank, call in enumerate(calls) if not call.done()]
+            for call in pending:
+                call.cancel()
             raise LearnerError(
-                f"learner rank {rank} did not answer `{method}` within {self._timeout:.0f} s (learner.timeout)"
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(getattr(error, "cause", None), Exception) else error
-            raise LearnerError(f"learner rank {rank} failed in `{method}`: {type(cause).__name__}: {cause}") from cause
-        except ray.exceptions.RayActorError as error:
-            raise LearnerError(f"learner rank {rank} died during `{method}`: {error}") from error
+                f"learner {method}: rank {', '.join(late)} did not return within {self._timeout:g} s (learner.timeout)"
+            ) from TimeoutError(method)
+        return [call.result() for call in calls]
 
 
-async def _wait(reference: Any) -> Any:
-    """A Ray object reference as a coroutine, which ``asyncio.wait_for`` may cancel."""
-    return await reference
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+def _as_future(ref: Any) -> asyncio.Task[Any]:
+    return asyncio.ensure_future(_await(ref))

@@ -1,0 +1,305 @@
+"""The learner with real DeepSpeed on gloo: the update does not depend on ranks, ZeRO stage, split or packing.
+
+All scenarios of a world size run one after another in the same processes, because starting them is what takes time.
+"""
+
+import random
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.batching import TrainRollout
+from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from trainer.learner import Learner, NonFiniteError
+from trainer.learner_setup import LearnerSpec, deepspeed_config, learning_rate_at
+
+VOCABULARY = 23
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2)
+SEQUENCES = [[1, 2, 3, 4], [5, 6]]
+
+
+def batch(seed: int = 0, groups: int = 3, size: int = 4) -> list[TrainRollout]:
+    r = random.Random(seed)
+    rollouts = []
+    for group in range(groups):
+        prompt = tuple(r.choices(range(VOCABULARY), k=3 + 2 * group))
+        for number in range(size):
+            n = r.randint(1, 9)
+            rollouts.append(
+                TrainRollout(
+                    id=f"{group}.{number}",
+                    group=group,
+                    prompt_token_ids=prompt,
+                    response_token_ids=tuple(r.choices(range(VOCABULARY), k=n)),
+                    logprobs=tuple(-2.0 - 2.0 * r.random() for _ in range(n)),
+                    versions=(0,) * n,
+                    loss_mask=tuple(r.random() < 0.8 for _ in range(n)),
+                    advantage=0.0 if number == 3 else r.uniform(-1, 1),
+                )
+            )
+    return rollouts
+
+
+def spec(folder: Path, **changes: Any) -> LearnerSpec:
+    learner = LearnerConfig(
+        zero_stage=changes.pop("stage", 0),
+        micro_batch_tokens=changes.pop("budget", 40),
+        packing=changes.pop("packing", "shared_prompt"),
+        logprob_chunk=7,
+        gradient_checkpointing=changes.pop("gradient_checkpointing", False),
+        timeout=120.0,
+    )
+    return LearnerSpec(str(folder), learner=learner, **({"temperature": 0.8, "optimizer": OPTIMIZER} | changes))
+
+
+SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "one micro-batch": {"budget": 10_000},
+        "many micro-batches": {"budget": 1},
+        "padded": {"packing": "padded"},
+        "gradient checkpointing": {"gradient_checkpointing": True},
+        "zero 1": {"stage": 1},
+        "zero 2": {"stage": 2},
+        "zero 3": {"stage": 3},
+    },
+    2: {
+        "zero 0": {},
+        "zero 0, padded, many micro-batches": {"packing": "padded", "budget": 1},
+        "zero 1": {"stage": 1},
+        "zero 2": {"stage": 2},
+        "zero 3": {"stage": 3},
+    },
+}
+
+
+def worker(rank: int, world: int, port: int, folder: Path) -> None:
+    """Run every scenario of this world size on one rank; rank 0 leaves what it saw in ``folder``."""
+
+    def learner(**changes: Any) -> Learner:
+        return Learner(spec(folder / "model", **changes), rank, world, "127.0.0.1", port)
+
+    first = learner()  # makes the process group and leaves it with the process, so that later learners share it
+    results: dict[str, Any] = {}
+    for name, changes in SCENARIOS[world].items():
+        one = learner(**changes)
+        metrics = [one.train(batch(seed), version=0) for seed in range(2)]
+        results[name] = (metrics, exported(one, folder / "export", rank), one.logprobs(SEQUENCES))
+        one.close()
+    for stage in (0, 2):
+        results[f"continued {stage}"] = continued(learner, stage, folder, rank)
+        results[f"not finite {stage}"] = not_finite(learner, stage, folder, rank)
+    one = learner(stage=2)
+    one.train(batch(groups=1, size=1), version=0)  # with two ranks, one of them has nothing to do
+    results["one rollout"] = exported(one, folder / "export", rank)
+    one.close()
+    results["bfloat16"] = drift(learner, "bfloat16", folder, rank)
+    results["float32"] = drift(learner, "float32", folder, rank)
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    first.close()
+
+
+def exported(learner: Learner, folder: Path, rank: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    learner.export(folder)
+    return load_file(folder / "model.safetensors") if rank == 0 else {}
+
+
+def continued(learner: Any, stage: int, folder: Path, rank: int) -> tuple[dict, dict]:
+    """Weights of two steps in one go, and with a save and a load in a new learner in between."""
+    one = learner(stage=stage)
+    one.train(batch(0), version=0)
+    one.save(folder / f"checkpoint{stage}")
+    one.train(batch(1), version=1)
+    uninterrupted = exported(one, folder / "export", rank)
+    one.close()
+    other = learner(stage=stage)
+    other.load(folder / f"checkpoint{stage}")
+    other.train(batch(1), version=1)
+    resumed = exported(other, folder / "export", rank)
+    other.close()
+    return uninterrupted, resumed
+
+
+def not_finite(learner: Any, stage: int, folder: Path, rank: int) -> tuple[str, dict, dict]:
+    """The error of a batch with an infinite loss, the weights right after it, and after a good batch."""
+    one = learner(stage=stage)
+    bad = batch(0)
+    bad[0] = TrainRollout("huge", 0, bad[0].prompt_token_ids, (1,) * 8, (-3.0,) * 8, (0,) * 8, (True,) * 8, 3e38)
+    try:
+        one.train([bad[0], *(r for r in bad[1:] if r.group == 0)], version=0)
+        message = "no error"
+    except NonFiniteError as error:
+        message = str(error)
+    untouched = exported(one, folder / "export", rank)
+    one.train(batch(0), version=0)
+    stepped = exported(one, folder / "export", rank)
+    one.close()
+    return message, untouched, stepped
+
+
+def drift(learner: Any, dtype: str, folder: Path, rank: int) -> dict[str, torch.Tensor]:
+    one = learner(dtype=dtype, optimizer=OptimizerConfig(learning_rate=2e-5))
+    for _ in range(20):
+        one.train(batch(), version=0)
+    weights = exported(one, folder / "export", rank)
+    one.close()
+    return weights
+
+
+def tiny_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def reference_update(rollouts: list[list[TrainRollout]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Clipped AdamW steps of a plain PyTorch loop, one rollout at a time: weights and gradient norms."""
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    norms = []
+    for step, batch_rollouts in enumerate(rollouts):
+        tokens = sum(sum(r.loss_mask) for r in batch_rollouts)
+        loss = torch.zeros(())
+        for r in batch_rollouts:
+            logits = model(torch.tensor([r.prompt_token_ids + r.response_token_ids])).logits[0] / 0.8
+            log_p = torch.log_softmax(logits, -1)[len(r.prompt_token_ids) - 1 : -1]
+            current = log_p[range(len(r.response_token_ids)), list(r.response_token_ids)]
+            weight = (current.detach() - torch.tensor(r.logprobs)).exp().clamp(max=2.0)
+            loss = loss - (weight * r.advantage * current * torch.tensor(r.loss_mask)).sum() / tokens
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / 2
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of two updates, relative to the norm of the second."""
+    difference = sum(float((a[name].double() - b[name].double()).square().sum()) for name in start)
+    return (difference / sum(float((b[name].double() - start[name].double()).square().sum()) for name in start)) ** 0.5
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def results(request, tmp_path_factory) -> tuple[int, dict[str, Any]]:
+    world = request.param
+    folder = tmp_path_factory.mktemp(f"learner{world}")
+    tiny_model().save_pretrained(folder / "model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.spawn(worker, (world, port, folder), nprocs=world, join=False)
+    deadline = time.monotonic() + 500
+    try:
+        while not context.join(timeout=5):
+            assert time.monotonic() < deadline, "the learner processes did not finish"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return world, torch.load(folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def start() -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in tiny_model().named_parameters()}
+
+
+@pytest.mark.engine
+def test_the_update_is_that_of_a_plain_loop_for_any_ranks_zero_stage_split_and_packing(results, start):
+    world, seen = results
+    expected, norms = reference_update([batch(0), batch(1)])
+    for name in SCENARIOS[world]:
+        metrics, weights, _ = seen[name]
+        assert distance(weights, expected, start) < 1e-5, name
+        assert [m["policy/grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-5), name
+
+
+@pytest.mark.engine
+def test_metrics_are_those_of_the_whole_batch_however_it_was_split(results):
+    world, seen = results
+    first, *others = [seen[name][0][0] for name in SCENARIOS[world]]
+    exact = [key for key in first if key.startswith(("policy/", "mismatch/", "tokens/trained", "rollouts/"))]
+    assert {"policy/loss", "policy/entropy", "mismatch/k3_kl", "mismatch/ess"} <= set(exact)
+    for other in others:
+        assert {k: other[k] for k in exact} == pytest.approx({k: first[k] for k in exact}, rel=1e-4, abs=1e-6)
+    assert first["tokens/trained"] == sum(sum(r.loss_mask) for r in batch(0))
+    assert first["rollouts/without_signal"] == sum(not r.contributes for r in batch(0))
+
+
+@pytest.mark.engine
+def test_evaluated_log_probabilities_and_the_export_are_those_of_the_trained_weights(results):
+    world, seen = results
+    for name in SCENARIOS[world]:
+        _, weights, logprobs = seen[name]
+        model = tiny_model()
+        model.load_state_dict(weights, strict=False)
+        for sequence, values in zip(SEQUENCES, logprobs, strict=True):
+            log_p = torch.log_softmax(model(torch.tensor([sequence])).logits[0], -1)
+            expected = log_p[range(len(sequence) - 1), sequence[1:]].tolist()
+            assert values == pytest.approx(expected, abs=1e-5), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loaded_checkpoint_continues_exactly(results, stage):
+    uninterrupted, resumed = results[1][f"continued {stage}"]
+    assert uninterrupted.keys() == resumed.keys()
+    for name, weight in uninterrupted.items():
+        assert torch.equal(weight, resumed[name]), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_is_not_finite_is_an_error_without_a_step_and_leaves_nothing_behind(results, start, stage):
+    message, untouched, stepped = results[1][f"not finite {stage}"]
+    assert "policy/loss is" in message
+    assert all(torch.equal(untouched[name], weight) for name, weight in start.items())
+    expected, _ = reference_update([batch(0)])
+    assert distance(stepped, expected, start) < 1e-5
+
+
+@pytest.mark.engine
+def test_a_rank_without_work_takes_part(results, start):
+    expected, _ = reference_update([batch(groups=1, size=1)])
+    assert distance(results[1]["one rollout"], expected, start) < 1e-5
+
+
+@pytest.mark.engine
+def test_bfloat16_keeps_float32_master_weights_so_that_small_steps_add_up(results, start):
+    # Steps of 2e-5 are below half a unit in the last place of most weights: without master weights nearly all round
+    # away.
+    assert distance(results[1]["bfloat16"], results[1]["float32"], start) < 0.5
+
+
+def test_the_learning_rate_warms_up_linearly_and_then_stays():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate_at(step, config) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert learning_rate_at(0, OptimizerConfig(learning_rate=1.0)) == 1.0
+
+
+def test_bfloat16_never_uses_the_stage_that_accumulates_gradients_in_bfloat16():
+    bfloat16 = deepspeed_config(LearnerSpec("m", dtype="bfloat16", learner=LearnerConfig(zero_stage=0)))
+    assert bfloat16["zero_optimization"]["stage"] == 1
+    assert bfloat16["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_an_unknown_dtype_is_refused_before_anything_starts():
+    with pytest.raises(ValueError, match=r"float16.*float32 or bfloat16"):
+        Learner(LearnerSpec("m", dtype="float16", algorithm=AlgorithmConfig()), 0, 1, "127.0.0.1", 1)

@@ -1,0 +1,156 @@
+"""What a learner rank is made of: specification, process, model, optimizer and DeepSpeed's configuration.
+
+DeepSpeed and transformers are imported inside the functions: nothing here costs more than torch until a learner starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Forward dtypes that the learner trains in, by the name that ``model.dtype`` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSpec:
+    """Everything that all ranks of a learner share. Picklable."""
+
+    model_path: str
+    """A folder or hub id that transformers can load."""
+    dtype: str = "float32"
+    """Dtype of the forward pass: float32, or bfloat16 with float32 master weights."""
+    device: str = "cpu"
+    """cpu (collectives over gloo) or cuda (nccl; the rank's process sees its own GPU as the first)."""
+    temperature: float = 1.0
+    """The sampling temperature of the engines."""
+    seed: int = 0
+    trust_remote_code: bool = False
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+
+def learning_rate_at(step: int, config: OptimizerConfig) -> float:
+    """The learning rate of optimizer step ``step`` (from 0): linear warm-up over ``warmup_steps``, then constant."""
+    return config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
+
+
+def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
+    """The DeepSpeed configuration of a spec.
+
+    In bfloat16, ZeRO stage 0 becomes 1: DeepSpeed's stage 0 accumulates gradients in bfloat16, its stage 1 in float32.
+    """
+    bfloat16 = spec.dtype == "bfloat16"
+    stage = max(spec.learner.zero_stage, 1) if bfloat16 else spec.learner.zero_stage
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # The true number differs from step to step: the learner sets the boundary and scales the loss itself.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": spec.optimizer.max_grad_norm if stage > 0 else 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    if bfloat16:
+        config |= {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
+    return config
+
+
+def prepare_process(spec: LearnerSpec, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+    """Environment, threads, seed and log levels of this rank's process, before DeepSpeed is imported."""
+    if spec.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # Ray sets OMP_NUM_THREADS=1 for an actor; the cores are shared out evenly unless the configuration says.
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(spec.learner.cpu_threads or max(1, cores // world_size))
+    elif spec.learner.cpu_threads > 0:
+        torch.set_num_threads(spec.learner.cpu_threads)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+    if master_addr.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.manual_seed(spec.seed)
+    from deepspeed.utils.logging import set_log_level_from_string
+    from transformers.utils.logging import disable_progress_bar
+
+    set_log_level_from_string("warning")
+    disable_progress_bar()
+    # DeepSpeed 0.19.8 calls names that torch 2.13 renamed, once for every bucket.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+
+def join_process_group(spec: LearnerSpec, rank: int, world_size: int) -> None:
+    import deepspeed
+
+    # On CPU, DeepSpeed would compile a shared-memory all-reduce that only its inference uses: half a minute of gcc.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if spec.device == "cuda" else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=spec.learner.timeout),
+        verbose=False,
+    )
+
+
+def load_model(spec: LearnerSpec) -> Any:
+    """The causal language model in the forward dtype, with all dropout off: the engine samples without it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.model_path,
+        config=config,
+        dtype=DTYPES[spec.dtype],
+        attn_implementation="sdpa",
+        trust_remote_code=spec.trust_remote_code,
+    )
+    if spec.learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def adamw(parameters: Any, spec: LearnerSpec) -> torch.optim.AdamW:
+    """PyTorch's fused AdamW: one pass over the memory, on CPU and GPU, and no extension to compile."""
+    optimizer = spec.optimizer
+    return torch.optim.AdamW(
+        parameters,
+        lr=optimizer.learning_rate,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        fused=True,
+    )
+
+
+def save_tokenizer(spec: LearnerSpec, folder: str | Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError) as error:
+        logger.warning("the export in %s has no tokenizer: %s has none that loads (%s)", folder, spec.model_path, error)
+        return
+    tokenizer.save_pretrained(str(folder))

@@ -1,0 +1,61 @@
+"""The policy: a causal language model that answers with log-probabilities instead of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.logprobs import chunked_logprobs
+
+
+class PolicyModel(torch.nn.Module):
+    """Wraps a causal language model of transformers, kept as attribute ``model``.
+
+    The base model runs without its head; log-probabilities and entropy come from its last hidden states, a chunk of
+    response tokens at a time. Raises ``ValueError`` for a model whose head is more than one linear layer.
+    """
+
+    def __init__(self, model: Any, temperature: float, chunk: int) -> None:
+        super().__init__()
+        # These rescale or cap the logits after the head; without them log-probabilities would silently differ from the
+        # engine's.
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+            if getattr(model.config, name, None) not in (None, 1, 1.0):
+                raise ValueError(
+                    f"model type {model.config.model_type!r} has {name}={getattr(model.config, name)}: its logits are "
+                    "not a plain linear layer over the hidden states, which the learner does not support"
+                )
+        self.model = model
+        self.temperature = temperature
+        self.chunk = chunk
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        predictor_index: Tensor,
+        targets: Tensor,
+        temperature: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each target, both ``[T]`` float32.
+
+        ``input_ids`` and ``position_ids`` are ``[B, L]`` int64; ``attention_mask`` is bool, ``[B, L]`` or, passed
+        through to the attention as it is, ``[B, 1, L, L]``. ``predictor_index`` ``[T]`` int64 points into the flattened
+        ``B * L`` hidden states. ``temperature`` overrides the policy's own. The entropy carries no gradient.
+        """
+        output = self.model.base_model(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+        )
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, predictor_index)
+        head = self.model.get_output_embeddings()
+        return chunked_logprobs(
+            hidden,
+            head.weight,
+            getattr(head, "bias", None),
+            targets,
+            self.temperature if temperature is None else temperature,
+            self.chunk,
+        )
