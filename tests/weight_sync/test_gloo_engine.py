@@ -29,8 +29,8 @@ def tiny_llama(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=97,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,  # heads of 32: the smallest that vLLM has on CPU
+        intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
