@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,14 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
 
 class TransferGroupError(RuntimeError):
     """The transfer group could not be built, or a collective failed. The group must not be used again."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A broadcast on its way. ``work`` is ``None`` once it is waited for, or its group closed."""
+
+    tensor: torch.Tensor
+    work: Work | None
 
 
 class GlooGroup:
@@ -29,6 +38,7 @@ class GlooGroup:
     def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
         self.timeout = timeout
         self.rank = rank
+        self._travelling: list[Transfer] = []
         limit = timedelta(seconds=timeout)
         try:
             store = TCPStore(host, port, world_size, rank == 0, limit)
@@ -45,29 +55,35 @@ class GlooGroup:
                 f"within {timeout:g} s: {error}"
             ) from error
 
-    def broadcast(self, tensor: torch.Tensor) -> Work:
-        """Start a broadcast from rank 0. The tensor must stay alive and untouched until :meth:`wait` returns."""
+    def broadcast(self, tensor: torch.Tensor) -> Transfer:
+        """Start a broadcast from rank 0. The tensor must not be touched until :meth:`wait` returns."""
         if self._group is None:
             raise TransferGroupError("the transfer group is closed; connect again before the next push")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        return self._group.broadcast([tensor], options)
+        transfer = Transfer(tensor, self._group.broadcast([tensor], options))
+        self._travelling.append(transfer)
+        return transfer
 
-    def wait(self, work: Work, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for a collective. ``check`` is called all the while and may raise to give up early.
+    def wait(self, transfer: Transfer, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for a broadcast. ``check`` is called all the while and may raise to give up early.
 
         Raises :class:`TransferGroupError` when a peer left or the deadline passed.
         """
         deadline = time.monotonic() + self.timeout
-        while not work.is_completed():
+        while transfer.work is not None and not transfer.work.is_completed():
             check()
             if time.monotonic() > deadline:
                 raise TransferGroupError(f"a peer did not take part in a broadcast for {self.timeout:g} s")
             time.sleep(0.0005)
+        if transfer.work is None:
+            raise TransferGroupError("the transfer group was closed during a broadcast")
         try:
-            work.wait()
+            transfer.work.wait()
         except RuntimeError as error:
             raise TransferGroupError(f"a peer left the transfer group during a broadcast: {error}") from error
+        transfer.work = None
+        self._travelling.remove(transfer)
 
     def close(self) -> None:
         """Leave the group; peers that wait for this process fail at once. Safe to call twice."""
@@ -75,6 +91,11 @@ class GlooGroup:
             return
         last_reference = [self._group]
         self._group = self._store = None
+        # A collective's handle keeps the connections open, and an error's traceback keeps the handle: peers would go on
+        # waiting until their deadline for as long as somebody looks at the error.
+        for transfer in self._travelling:
+            transfer.work = None
+        self._travelling.clear()
         last_reference[0].abort()
         # The destructor waits for collectives that a silent peer keeps pending, up to their timeout: not in our way.
         threading.Thread(target=last_reference.clear, name="gloo-release", daemon=True).start()
@@ -83,15 +104,15 @@ class GlooGroup:
 def send_buckets(group: GlooGroup, buckets: Iterable[torch.Tensor], check: Callable[[], None] = lambda: None) -> int:
     """Broadcast packed uint8 buckets from this process; returns how many. The next is packed while one travels."""
     count = 0
-    pending: tuple[Work, torch.Tensor] | None = None
+    pending: Transfer | None = None
     for bucket in buckets:
-        work = group.broadcast(bucket)
+        started = group.broadcast(bucket)
         if pending is not None:
-            group.wait(pending[0], check)
-        pending = (work, bucket)
+            group.wait(pending, check)
+        pending = started
         count += 1
     if pending is not None:
-        group.wait(pending[0], check)
+        group.wait(pending, check)
     return count
 
 
@@ -101,17 +122,16 @@ def receive_buckets(group: GlooGroup, sizes: Iterable[int]) -> Iterator[torch.Te
     The next is received while the caller works on one. Never reuses a buffer: what was unpacked from a bucket may be a
     view of it and lives on in vLLM's layer-wise reload.
     """
-    pending: tuple[Work, torch.Tensor] | None = None
+    pending: Transfer | None = None
     for size in sizes:
-        bucket = torch.empty(size, dtype=torch.uint8)
-        work = group.broadcast(bucket)
+        started = group.broadcast(torch.empty(size, dtype=torch.uint8))
         if pending is not None:
-            group.wait(pending[0])
-            yield pending[1]
-        pending = (work, bucket)
+            group.wait(pending)
+            yield pending.tensor
+        pending = started
     if pending is not None:
-        group.wait(pending[0])
-        yield pending[1]
+        group.wait(pending)
+        yield pending.tensor
 
 
 def free_port(host: str) -> int:

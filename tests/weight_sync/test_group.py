@@ -35,6 +35,24 @@ def test_a_receiver_that_leaves_fails_the_sender_instead_of_hanging_it():
     sender.close()
 
 
+def test_a_sender_that_fails_between_buckets_fails_the_receiver_at_once_even_while_its_error_is_looked_at():
+    sender, receiver = _groups(2, timeout=300)  # longer than a test may take: nothing here waits for the deadline
+
+    def buckets():
+        yield torch.zeros(1000, dtype=torch.uint8)
+        raise LookupError("a weight is gone")
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(lambda: list(receive_buckets(receiver, [1000, 1000])))
+        with pytest.raises(LookupError) as held:
+            send_buckets(sender, buckets())
+        sender.close()
+        with pytest.raises(TransferGroupError, match="left the transfer group"):
+            receiving.result()
+    assert held.value is not None
+    receiver.close()
+
+
 def test_a_silent_sender_fails_the_receiver_after_the_deadline():
     sender, receiver = _groups(2, timeout=1)
     with pytest.raises(TransferGroupError):
