@@ -1,0 +1,88 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from weight_sync.buckets import pack
+from weight_sync.group import GlooGroup, TransferGroupError, free_port, receive_buckets, send_buckets
+
+
+def _groups(world_size: int, timeout: float) -> list[GlooGroup]:
+    port = free_port("127.0.0.1")
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda rank: GlooGroup("127.0.0.1", port, rank, world_size, timeout), range(world_size)))
+
+
+def test_every_receiver_gets_every_bucket_and_later_ones_do_not_overwrite_earlier_ones():
+    groups = _groups(3, timeout=30)
+    buckets = [pack([torch.full((1000 + n,), n, dtype=torch.uint8)]) for n in range(5)]
+    sizes = [bucket.numel() for bucket in buckets]
+    with ThreadPoolExecutor(2) as pool:
+        receiving = [pool.submit(lambda group: list(receive_buckets(group, sizes)), group) for group in groups[1:]]
+        assert send_buckets(groups[0], buckets) == 5
+        for future in receiving:
+            for sent, received in zip(buckets, future.result(), strict=True):
+                assert torch.equal(sent, received)
+    for group in groups:
+        group.close()
+
+
+def test_a_receiver_that_leaves_fails_the_sender_instead_of_hanging_it():
+    sender, receiver = _groups(2, timeout=30)
+    receiver.close()
+    with pytest.raises(TransferGroupError, match="left the transfer group"):
+        send_buckets(sender, [torch.zeros(8 << 20, dtype=torch.uint8)] * 2)
+    sender.close()
+
+
+def test_a_sender_that_fails_between_buckets_fails_the_receiver_at_once_even_while_its_error_is_looked_at():
+    sender, receiver = _groups(2, timeout=300)  # longer than a test may take: nothing here waits for the deadline
+
+    def buckets():
+        yield torch.zeros(1000, dtype=torch.uint8)
+        raise LookupError("a weight is gone")
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(lambda: list(receive_buckets(receiver, [1000, 1000])))
+        with pytest.raises(LookupError) as held:
+            send_buckets(sender, buckets())
+        sender.close()
+        with pytest.raises(TransferGroupError, match="left the transfer group"):
+            receiving.result()
+    assert held.value is not None
+    receiver.close()
+
+
+def test_a_silent_sender_fails_the_receiver_after_the_deadline():
+    sender, receiver = _groups(2, timeout=1)
+    with pytest.raises(TransferGroupError):
+        list(receive_buckets(receiver, [8]))
+    receiver.close()
+    sender.close()
+
+
+def test_an_error_on_the_control_plane_ends_the_wait_for_a_silent_receiver():
+    sender, receiver = _groups(2, timeout=30)
+
+    def check() -> None:
+        raise LookupError("the engine refused the announcement")
+
+    with pytest.raises(LookupError, match="refused"):
+        send_buckets(sender, [torch.zeros(8 << 20, dtype=torch.uint8)], check)
+    receiver.close()
+    sender.close()
+
+
+def test_a_member_that_never_comes_is_an_error_that_names_the_address():
+    port = free_port("127.0.0.1")
+    with pytest.raises(TransferGroupError, match=f"127.0.0.1:{port} within 1 s"):
+        GlooGroup("127.0.0.1", port, 0, 2, timeout=1)
+
+
+def test_a_closed_group_says_what_to_do():
+    sender, receiver = _groups(2, timeout=30)
+    sender.close()
+    sender.close()
+    with pytest.raises(TransferGroupError, match="connect again"):
+        sender.broadcast(torch.zeros(1))
+    receiver.close()

@@ -1,0 +1,169 @@
+import asyncio
+import pickle
+
+import pytest
+
+from weight_sync.manifest import Manifest, ManifestEntry
+from weight_sync.push import Pusher, PushError, SendReport, Step
+
+MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
+ORDER = ["prepare", "gate", "transfer", "confirm", "publish", "resume"]
+
+
+class Script:
+    """A learner and engines in one, that write down what is asked of them and fail or hang where they are told to."""
+
+    def __init__(self, fail_at: str | None = None, hang_at: str | None = None) -> None:
+        self.fail_at, self.hang_at = fail_at, hang_at
+        self.calls: list[str] = []
+        self.published: list[int] = []
+        self.sent_bytes = MANIFEST.total_bytes
+
+    async def _do(self, step: str) -> None:
+        self.calls.append(step)
+        await asyncio.sleep(0)
+        if step == self.hang_at:
+            await asyncio.Event().wait()
+        if step == self.fail_at:
+            raise ConnectionError("the cable is out")
+
+    async def prepare(self) -> Manifest:
+        await self._do("prepare")
+        return MANIFEST
+
+    async def send(self, version: int) -> SendReport:
+        await self._do("transfer")
+        return SendReport(bytes=self.sent_bytes, seconds=0.0, buckets=1)
+
+    async def close_gate_and_abort(self) -> None:
+        await self._do("gate")
+
+    async def confirm(self, version: int, manifest: Manifest) -> None:
+        assert manifest == MANIFEST
+        await self._do("confirm")
+
+    def publish(self, version: int) -> None:
+        self.calls.append("publish")
+        if self.fail_at == "publish":
+            raise ConnectionError("the cable is out")
+        self.published.append(version)
+
+    async def resume(self) -> None:
+        await self._do("resume")
+
+
+def pusher(script: Script, **options) -> Pusher:
+    return Pusher(learner=script, engines=script, **{"timeout": 5.0, **options})
+
+
+async def test_a_push_takes_its_steps_in_order_and_reports_each():
+    script = Script()
+    ticks = iter(range(1000))
+    report = await pusher(script, clock=lambda: float(next(ticks))).push(7)
+    assert script.calls == ORDER
+    assert script.published == [7]
+    assert (report.version, report.bytes, report.buckets) == (7, 8, 1)
+    assert list(report.seconds) == ORDER
+    assert report.pause_seconds >= sum(report.seconds[step] for step in ORDER[1:])
+
+
+WAITING_STEPS = ["prepare", "gate", "transfer", "confirm"]
+
+
+@pytest.mark.parametrize(
+    ("step", "way"),
+    [(step, "hang_at") for step in WAITING_STEPS] + [(step, "fail_at") for step in [*WAITING_STEPS, "publish"]],
+)
+async def test_a_failure_before_the_publication_publishes_nothing_and_names_its_step(step, way):
+    script = Script(**{way: step})
+    run = pusher(script, published=3, timeout=0.05 if way == "hang_at" else 5.0)
+    with pytest.raises(PushError, match=f"at {step}: ") as caught:
+        await run.push(4)
+    assert caught.value.step == step
+    assert ("no answer within" if way == "hang_at" else "the cable is out") in str(caught.value)
+    assert script.published == []
+    assert run.published == 3
+    assert run.step is Step.IDLE
+
+
+@pytest.mark.parametrize("step", ["transfer", "confirm", "publish"])
+async def test_engines_that_may_hold_half_an_update_are_never_resumed(step):
+    script = Script(fail_at=step)
+    with pytest.raises(PushError):
+        await pusher(script, published=3).push(4)
+    assert "resume" not in script.calls
+
+
+async def test_a_gate_that_fails_is_opened_again_on_the_old_version():
+    script = Script(fail_at="gate")
+    with pytest.raises(PushError, match="at gate"):
+        await pusher(script, published=3).push(4)
+    assert script.calls == ["prepare", "gate", "resume"]
+
+
+async def test_a_failure_to_prepare_does_not_touch_the_engines():
+    script = Script(fail_at="prepare")
+    with pytest.raises(PushError, match="at prepare"):
+        await pusher(script, published=3).push(4)
+    assert script.calls == ["prepare"]
+
+
+async def test_a_lost_resume_is_an_error_and_not_a_silent_pause():
+    script = Script(hang_at="resume")
+    with pytest.raises(PushError, match="at resume"):
+        await pusher(script, timeout=0.05).push(0)
+    assert script.published == [0]
+
+
+async def test_a_failed_push_can_be_followed_by_a_good_one():
+    script = Script(fail_at="transfer")
+    run = pusher(script)
+    with pytest.raises(PushError):
+        await run.push(0)
+    script.fail_at = None
+    await run.push(0)
+    assert script.published == [0]
+
+
+async def test_a_second_push_is_refused_while_one_runs_and_leaves_it_alone():
+    script = Script()
+    run = pusher(script)
+    first = asyncio.create_task(run.push(1))
+    await asyncio.sleep(0)
+    with pytest.raises(PushError, match="version 2 was asked for while a push is at prepare"):
+        await run.push(2)
+    assert (await first).version == 1
+    assert script.published == [1]
+
+
+async def test_a_push_that_sent_fewer_bytes_than_its_manifest_lists_is_a_failure():
+    script = Script()
+    script.sent_bytes = 4
+    with pytest.raises(PushError, match="4 bytes were sent, the manifest lists 8"):
+        await pusher(script).push(0)
+    assert script.published == []
+
+
+async def test_a_version_older_than_the_published_one_is_refused():
+    script = Script()
+    with pytest.raises(PushError, match="older"):
+        await pusher(script, published=3).push(2)
+    assert script.calls == []
+
+
+async def test_a_timeout_inside_a_step_is_not_mistaken_for_the_step_s_own_deadline():
+    script = Script()
+
+    async def impatient() -> Manifest:
+        raise TimeoutError("the disk is slow")
+
+    script.prepare = impatient
+    with pytest.raises(PushError, match="the disk is slow"):
+        await pusher(script).push(0)
+
+
+def test_an_error_crosses_processes_with_its_step_engine_and_reason():
+    inner = PushError("update_weights", ValueError("wrong shape: w"), "engine 1")
+    error = pickle.loads(pickle.dumps(PushError("transfer", inner)))
+    assert error.step == "transfer"
+    assert "update_weights in engine 1: ValueError: wrong shape: w" in str(error)

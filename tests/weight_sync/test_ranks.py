@@ -1,0 +1,39 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weight_sync.ranks import even_workers, group_size, rank_offsets, worker_rank
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5))
+def test_every_worker_of_every_engine_has_a_rank_of_its_own_and_none_is_left_over(engines):
+    workers = [replicas * per_replica for replicas, per_replica in engines]
+    ranks = [
+        worker_rank(
+            rank_offset=offset,
+            data_parallel_index=replica,
+            workers_per_replica=per_replica,
+            rank_in_replica=rank,
+        )
+        for offset, (replicas, per_replica) in zip(rank_offsets(workers), engines, strict=True)
+        for replica in range(replicas)
+        for rank in range(per_replica)
+    ]
+    assert sorted([0, *ranks]) == list(range(group_size(workers)))
+
+
+def test_two_engines_of_tensor_parallel_two_follow_the_sender():
+    assert rank_offsets([2, 2]) == [1, 3]
+    assert group_size([2, 2]) == 5
+
+
+def test_a_group_size_is_split_evenly_or_refused():
+    assert even_workers(5, 2) == [2, 2]
+    for world_size, engines in [(4, 2), (1, 1), (3, 0)]:
+        with pytest.raises(ValueError, match="cannot hold"):
+            even_workers(world_size, engines)
+
+
+def test_an_engine_without_workers_is_refused():
+    with pytest.raises(ValueError, match="at least one worker"):
+        rank_offsets([1, 0])

@@ -1,0 +1,149 @@
+"""A gloo process group between the sender and the engines' workers, outside torch's registered groups.
+
+Every wait has a deadline: the rendezvous, the connection of the group, and each broadcast.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
+
+
+class TransferGroupError(RuntimeError):
+    """The transfer group could not be built, or a collective failed. The group must not be used again."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A broadcast on its way. ``work`` is ``None`` once it is waited for, or its group closed."""
+
+    tensor: torch.Tensor
+    work: Work | None
+
+
+class GlooGroup:
+    """Membership of one process in a transfer group. Rank 0 listens at ``host:port`` and sends; the others receive.
+
+    ``timeout`` seconds bound building the group, and each collective in it. Raises :class:`TransferGroupError` naming
+    the address when the group cannot be built: a busy port, a wrong address, a member that never came.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.rank = rank
+        self._travelling: list[Transfer] = []
+        limit = timedelta(seconds=timeout)
+        try:
+            store = TCPStore(host, port, world_size, rank == 0, limit)
+            options = ProcessGroupGloo._Options()
+            options._timeout = limit
+            # Bind to the interface that leads to the sender: by default gloo resolves the host's own name, which may
+            # not resolve, or to an address that the sender cannot reach.
+            options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host))]
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
+            self._store: TCPStore | None = store
+        except Exception as error:
+            raise TransferGroupError(
+                f"rank {rank} could not join the transfer group of {world_size} at {host}:{port} "
+                f"within {timeout:g} s: {error}"
+            ) from error
+
+    def broadcast(self, tensor: torch.Tensor) -> Transfer:
+        """Start a broadcast from rank 0. The tensor must not be touched until :meth:`wait` returns."""
+        if self._group is None:
+            raise TransferGroupError("the transfer group is closed; connect again before the next push")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        transfer = Transfer(tensor, self._group.broadcast([tensor], options))
+        self._travelling.append(transfer)
+        return transfer
+
+    def wait(self, transfer: Transfer, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for a broadcast. ``check`` is called all the while and may raise to give up early.
+
+        Raises :class:`TransferGroupError` when a peer left or the deadline passed.
+        """
+        deadline = time.monotonic() + self.timeout
+        while transfer.work is not None and not transfer.work.is_completed():
+            check()
+            if time.monotonic() > deadline:
+                raise TransferGroupError(f"a peer did not take part in a broadcast for {self.timeout:g} s")
+            time.sleep(0.0005)
+        if transfer.work is None:
+            raise TransferGroupError("the transfer group was closed during a broadcast")
+        try:
+            transfer.work.wait()
+        except RuntimeError as error:
+            raise TransferGroupError(f"a peer left the transfer group during a broadcast: {error}") from error
+        transfer.work = None
+        self._travelling.remove(transfer)
+
+    def close(self) -> None:
+        """Leave the group; peers that wait for this process fail at once. Safe to call twice."""
+        if self._group is None:
+            return
+        last_reference = [self._group]
+        self._group = self._store = None
+        # A collective's handle keeps the connections open, and an error's traceback keeps the handle: peers would go on
+        # waiting until their deadline for as long as somebody looks at the error.
+        for transfer in self._travelling:
+            transfer.work = None
+        self._travelling.clear()
+        last_reference[0].abort()
+        # The destructor waits for collectives that a silent peer keeps pending, up to their timeout: not in our way.
+        threading.Thread(target=last_reference.clear, name="gloo-release", daemon=True).start()
+
+
+def send_buckets(group: GlooGroup, buckets: Iterable[torch.Tensor], check: Callable[[], None] = lambda: None) -> int:
+    """Broadcast packed uint8 buckets from this process; returns how many. The next is packed while one travels."""
+    count = 0
+    pending: Transfer | None = None
+    for bucket in buckets:
+        started = group.broadcast(bucket)
+        if pending is not None:
+            group.wait(pending, check)
+        pending = started
+        count += 1
+    if pending is not None:
+        group.wait(pending, check)
+    return count
+
+
+def receive_buckets(group: GlooGroup, sizes: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Receive packed buckets of the given sizes in bytes, each into memory of its own, uint8.
+
+    The next is received while the caller works on one. Never reuses a buffer: what was unpacked from a bucket may be a
+    view of it and lives on in vLLM's layer-wise reload.
+    """
+    pending: Transfer | None = None
+    for size in sizes:
+        started = group.broadcast(torch.empty(size, dtype=torch.uint8))
+        if pending is not None:
+            group.wait(pending)
+            yield pending.tensor
+        pending = started
+    if pending is not None:
+        group.wait(pending)
+        yield pending.tensor
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at ``host`` right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _own_address(host: str) -> str:
+    """This machine's address on the route to ``host``. Connecting a UDP socket sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

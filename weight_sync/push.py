@@ -1,0 +1,200 @@
+"""The push protocol: how a new policy version gets from the learner into every engine.
+
+The order is prepare, gate, transfer, confirm, publish, resume. Up to the transfer the engines still hold the old
+version whole, so a failure there lets them go on with it. From the transfer on they may hold half of each: after a
+failure nothing is published and the gate stays closed until a complete push or a fresh engine repairs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from weight_sync.manifest import Manifest
+
+Result = TypeVar("Result")
+
+
+class PushError(RuntimeError):
+    """A push that failed. Says at which step, in which engine if it was one, and why.
+
+    ``cause`` is the original error while the exception stays in its process; across processes only its text survives.
+    """
+
+    def __init__(self, step: str, cause: BaseException | str, engine: str | None = None) -> None:
+        self.step = step
+        self.cause = cause
+        self.engine = engine
+        super().__init__(f"weight push failed at {self._where}: {self.reason}")
+
+    @property
+    def _where(self) -> str:
+        return f"{self.step} in {self.engine}" if self.engine else self.step
+
+    @property
+    def reason(self) -> str:
+        """The cause in one phrase, with its type where it is an exception."""
+        if isinstance(self.cause, str):
+            return self.cause
+        if isinstance(self.cause, PushError):
+            return f"{self.cause._where}: {self.cause.reason}"
+        return f"{type(self.cause).__name__}: {self.cause}"
+
+    def __reduce__(self) -> tuple[type[PushError], tuple[str, str, str | None]]:
+        # The cause may hold what cannot be pickled (process groups, live tracebacks), and errors travel through Ray.
+        return PushError, (self.step, self.reason, self.engine)
+
+
+class Step(Enum):
+    """Where a push stands. The values name the steps in errors, reports and metrics."""
+
+    IDLE = "idle"
+    PREPARE = "prepare"
+    GATE = "gate"
+    TRANSFER = "transfer"
+    CONFIRM = "confirm"
+    PUBLISH = "publish"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What the learner sent: payload bytes, seconds from the first announcement to the last answer, collectives."""
+
+    bytes: int
+    seconds: float
+    buckets: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """A push that succeeded. ``seconds`` holds one entry a step; ``pause_seconds`` runs from gate to resume."""
+
+    version: int
+    bytes: int
+    buckets: int
+    seconds: dict[str, float]
+    pause_seconds: float
+
+
+class Learner(Protocol):
+    """The sending side."""
+
+    async def prepare(self) -> Manifest:
+        """Check the weights, before generation is disturbed, and say what will be sent."""
+        ...
+
+    async def send(self, version: int) -> SendReport:
+        """Move the weights into every engine. Returns when every engine has answered that it holds all of them."""
+        ...
+
+
+class Engines(Protocol):
+    """The receiving side: every serving engine."""
+
+    async def close_gate_and_abort(self) -> None:
+        """Submit nothing any more and abort what runs; finished tokens are kept. Repeatable."""
+        ...
+
+    async def confirm(self, version: int, manifest: Manifest) -> None:
+        """Return when every serving engine holds ``version``; raise naming the engine that does not."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """From now on new tokens are sampled from ``version``."""
+        ...
+
+    async def resume(self) -> None:
+        """Open the gate: unfinished rollouts first."""
+        ...
+
+
+@dataclass
+class Pusher:
+    """Runs pushes one at a time. ``timeout`` bounds each step, in seconds; ``clock`` returns seconds.
+
+    ``step`` says where the running push stands; ``published`` is the version published last, ``None`` before the first.
+    """
+
+    learner: Learner
+    engines: Engines
+    timeout: float
+    clock: Callable[[], float] = time.monotonic
+    published: int | None = None
+    step: Step = field(default=Step.IDLE, init=False)
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+
+    async def push(self, version: int) -> PushReport:
+        """Bring ``version`` into every engine and publish it.
+
+        Raises :class:`PushError` naming the step that failed; refuses a second push while one runs, and a version
+        older than the published one.
+        """
+        if self.step is not Step.IDLE:
+            raise PushError("start", f"version {version} was asked for while a push is at {self.step.value}")
+        if self.published is not None and version < self.published:
+            raise PushError("start", f"version {version} is older than the published version {self.published}")
+        self._seconds = {}
+        try:
+            return await self._run(version)
+        finally:
+            self.step = Step.IDLE
+
+    async def _run(self, version: int) -> PushReport:
+        manifest = await self._within(Step.PREPARE, self.learner.prepare)
+        paused_at = self.clock()
+        await self._gate()
+        sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version))
+        if sent.bytes != manifest.total_bytes:
+            raise PushError("transfer", f"{sent.bytes} bytes were sent, the manifest lists {manifest.total_bytes}")
+        await self._within(Step.CONFIRM, lambda: self.engines.confirm(version, manifest))
+        async with self._timed(Step.PUBLISH):
+            self.engines.publish(version)
+            self.published = version
+        await self._within(Step.RESUME, self.engines.resume)
+        return PushReport(version, sent.bytes, sent.buckets, dict(self._seconds), self.clock() - paused_at)
+
+    async def _gate(self) -> None:
+        """Close the gate; if that fails, open it again: every engine still holds the old version whole."""
+        try:
+            await self._within(Step.GATE, self.engines.close_gate_and_abort)
+        except PushError as failure:
+            if self.published is None:
+                raise  # there is no old version to go on with
+            try:
+                async with asyncio.timeout(self.timeout):
+                    await self.engines.resume()
+            except Exception as resuming:
+                failure.add_note(f"and the engines could not be resumed on the old version: {resuming!r}")
+            raise
+
+    async def _within(self, step: Step, call: Callable[[], Awaitable[Result]]) -> Result:
+        async with self._timed(step):
+            try:
+                async with asyncio.timeout(self.timeout) as deadline:
+                    return await call()
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                raise PushError(step.value, f"no answer within {self.timeout:g} s (weight_sync.timeout)") from error
+
+    @asynccontextmanager
+    async def _timed(self, step: Step) -> AsyncIterator[None]:
+        """Enter ``step``, record its seconds, and turn whatever it raises into a :class:`PushError` that names it."""
+        self.step = step
+        started = self.clock()
+        try:
+            yield
+        except PushError as error:
+            if error.step == step.value:
+                raise
+            raise PushError(step.value, error) from error
+        except Exception as error:
+            raise PushError(step.value, error) from error
+        finally:
+            self._seconds[step.value] = self.clock() - started

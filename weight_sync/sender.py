@@ -1,0 +1,185 @@
+"""The learner's end of a push: checks the weights, builds the transfer group, sends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from weight_sync.buckets import plan_buckets
+from weight_sync.client import EngineClient, UpdatePayload
+from weight_sync.group import free_port
+from weight_sync.manifest import Manifest
+from weight_sync.push import PushError, SendReport
+from weight_sync.ranks import even_workers
+from weight_sync.source import DeepSpeedSource
+
+logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """vLLM's ``VLLMWeightSyncClient``, with the version that an update brings and a way to give an update up."""
+
+    version: int | None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: UpdatePayload) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def abandon(self, reason: str) -> None: ...
+
+
+class WeightSender:
+    """Sends a learner's weights to the engines, over ``gloo`` or vLLM's ``nccl``.
+
+    Lives in every learner rank: rank 0 sends, the others take part in the gathers, so ``prepare`` and ``send`` are
+    called on all of them. ``bucket_bytes`` of packed tensors travel in one collective; ``timeout`` bounds, in seconds,
+    each collective and each call to an engine. After a failure the group is gone: ``connect`` before the next push.
+    """
+
+    def __init__(
+        self, source: DeepSpeedSource, *, backend: str, rank: int = 0, bucket_bytes: int = 25 << 20, timeout: float
+    ) -> None:
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"no weight transfer backend {backend!r}: weight_sync.backend is gloo or nccl")
+        self._source = source
+        self._backend = backend
+        self._rank = rank
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout
+        self._client: Client | None = None
+        self._engine: Any = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a group stands. Always true on ranks that send nothing."""
+        return self._rank != 0 or self._engine is not None
+
+    def connect(
+        self,
+        engine_handles: Sequence[Any],
+        address: str,
+        port: int,
+        world_size: int,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Build the transfer group with the engines behind these Ray actor handles.
+
+        ``address`` is this node's, as the engines reach it; ``port`` 0 takes a free one. ``world_size`` counts the
+        sender and every engine's workers. Raises :class:`PushError` (step ``connect`` or the engine call that failed).
+        """
+        workers = even_workers(world_size, len(engine_handles))
+        client = EngineClient(engine_handles, workers_per_engine=workers, timeout=self._timeout, names=names)
+        self.connect_client(client, address, port, world_size)
+
+    def connect_client(self, client: Client, address: str, port: int, world_size: int) -> None:
+        """As :meth:`connect`, over any client of the engines."""
+        if self._rank != 0:
+            return
+        self.close()
+        try:
+            self._engine = self._open(client, address, port or free_port(address), world_size)
+        except PushError:
+            raise
+        except Exception as error:
+            raise PushError("connect", error) from error
+        self._client = client
+
+    def prepare(self) -> Manifest:
+        """What the next push will send. Raises ``NonFiniteWeightError`` naming the tensors if it must not be sent.
+
+        Disturbs no engine. With ZeRO-3 each rank looks at its own partitions: the push may go on when all ranks return.
+        """
+        self._source.check_finite()
+        return self._source.manifest()
+
+    def send(self, version: int) -> SendReport:
+        """Move the weights into every engine, as ``version``. Returns when all of them hold and have completed them.
+
+        Raises :class:`PushError`. The group is then closed, and the engines must not serve before a complete push.
+        """
+        started = time.monotonic()
+        manifest = self._source.manifest()
+        self._source.begin_pass()
+        try:
+            if self._rank == 0:
+                self._send(version)
+        finally:
+            # Other ranks wait in the gathers of this pass: it is completed even when sending failed half-way.
+            self._source.finish_pass()
+        buckets = len(plan_buckets(manifest, self._bucket_bytes))
+        return SendReport(manifest.total_bytes, time.monotonic() - started, buckets)
+
+    def close(self) -> None:
+        """Leave the transfer group. Safe to call twice."""
+        engine, self._engine, self._client = self._engine, None, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _send(self, version: int) -> None:
+        if self._engine is None or self._client is None:
+            raise PushError("transfer", "there is no transfer group; connect before the push")
+        client = self._client
+        client.version = version
+        try:
+            self._bounded(self._engine.send_weights)
+        except Exception as error:
+            self.close()
+            failure = error if isinstance(error, PushError) else PushError("transfer", error)
+            client.abandon(failure.reason)
+            raise failure from error
+
+    def _open(self, client: Client, address: str, port: int, world_size: int) -> Any:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from weight_sync.plugin import register
+
+        register()
+        init_info: Any
+        wire = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": world_size,
+            "packed_buffer_size_bytes": self._bucket_bytes,
+            "rank": self._rank,
+        }
+        if self._backend == "gloo":
+            from weight_sync.gloo import GlooTrainerInitInfo
+
+            init_info = GlooTrainerInitInfo(**wire, timeout_seconds=self._timeout)
+        else:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            init_info = NCCLTrainerInitInfo(**wire)
+        source: Any = self._source
+        return self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source))
+
+    def _bounded(self, call: Any) -> Any:
+        """Run a call of the trainer engine. gloo's have deadlines inside; NCCL's have none, so one is put around them.
+
+        A call that outlives it stays behind in a daemon thread, blocked in a collective: replace this process then.
+        """
+        if self._backend == "gloo":
+            return call()
+        import torch
+
+        device = torch.cuda.current_device()
+        outcome: dict[str, Any] = {}
+
+        def run() -> None:
+            torch.cuda.set_device(device)  # the current device is a thread's own
+            try:
+                outcome["result"] = call()
+            except BaseException as error:
+                outcome["error"] = error
+
+        thread = threading.Thread(target=run, name="nccl-weight-transfer", daemon=True)
+        thread.start()
+        thread.join(self._timeout)
+        if thread.is_alive():
+            raise TimeoutError(f"the nccl transfer did not end within {self._timeout:g} s (weight_sync.timeout)")
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome.get("result")

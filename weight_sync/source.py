@@ -1,0 +1,177 @@
+"""What a push sends: the parameters of a DeepSpeed engine or a plain module, in one order, gathered bucket by bucket.
+
+:class:`DeepSpeedSource` has the methods of vLLM's ``WeightSource`` (metadata and iteration) without importing vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from weight_sync.manifest import Manifest, abridged
+
+
+class NonFiniteWeightError(ValueError):
+    """A weight is NaN or infinite, or will be once cast for the engines. Names the tensors; nothing was sent.
+
+    One such push poisons an engine's cache memory for good, so it must never leave the learner.
+    """
+
+
+class TensorMeta(NamedTuple):
+    """Name, dtype on the wire and full shape of one tensor, as vLLM's ``ParamMeta``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class DeepSpeedSource:
+    """A re-iterable stream of ``(name, tensor)`` over a learner's weights.
+
+    ``engine`` is a DeepSpeed engine with any ZeRO stage, or a plain module. ``prefix`` is taken off every name once: a
+    learner that keeps the model in an attribute ``model`` passes ``"model."``. Floating-point tensors are cast to
+    ``dtype`` (``None``: as they are). Parameters and persistent buffers are sent, which is what a checkpoint holds; a
+    tied tensor is sent once, under its first name.
+
+    With ZeRO-3 every rank takes part in a pass: gathers are collectives. A pass, once begun on one rank, is to be
+    completed on all, with :meth:`finish_pass` where a failure cut it short.
+    """
+
+    def __init__(
+        self,
+        engine: torch.nn.Module,
+        *,
+        prefix: str = "",
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25 << 20,
+    ) -> None:
+        self._module: torch.nn.Module = engine.module if hasattr(engine, "zero_optimization_stage") else engine
+        self._prefix = prefix
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._remaining: deque[list[tuple[str, torch.Tensor]]] = deque()
+
+    def metadata(self) -> list[TensorMeta]:
+        """What iteration yields, in its order, without gathering anything."""
+        return [TensorMeta(name, self._wire_dtype(tensor), _full_shape(tensor)) for name, tensor in self._tensors()]
+
+    def manifest(self) -> Manifest:
+        """The manifest of a push of these weights."""
+        return Manifest.from_metadata(self.metadata())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A fresh pass: full tensors on their device, cast for the wire. Of ZeRO-3 weights at most a bucket exists."""
+        self.begin_pass()
+        while self._remaining:
+            # Gathered weights are copied out before the first is handed on: a consumer that stops half-way must not
+            # leave this rank inside a gather that its peers have left.
+            yield from self._gathered(self._remaining.popleft())
+
+    def begin_pass(self) -> None:
+        """Plan a whole pass. What of it is not iterated over, :meth:`finish_pass` takes part in."""
+        self._remaining = deque(self._buckets())
+
+    def finish_pass(self) -> None:
+        """Take part in what is left of the pass, throwing the tensors away. Ranks that send nothing do only this."""
+        while self._remaining:
+            with _gather(self._remaining.popleft()):
+                pass
+
+    def check_finite(self) -> None:
+        """Raise :class:`NonFiniteWeightError` if a weight this rank holds would reach the engines as NaN or infinity.
+
+        No collective: with ZeRO-3 each rank checks its own partitions, so the learner must ask every rank.
+        """
+        named = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
+        named = [(name, held) for name, tensor in named if (held := _held(tensor)).numel()]
+        if not named:
+            return
+        # The largest magnitude is NaN if any element is; one transfer from the device answers for all tensors.
+        peaks = torch.stack([torch.linalg.vector_norm(held, float("inf")).float() for _, held in named]).tolist()
+        limits = [torch.finfo(self._dtype or held.dtype).max for _, held in named]
+        bad = [
+            f"{name} (largest magnitude {peak})"
+            for (name, _), peak, limit in zip(named, peaks, limits, strict=True)
+            if not peak <= limit
+        ]
+        if bad:
+            raise NonFiniteWeightError(f"{len(bad)} of {len(named)} weights are not finite: {abridged(bad)}")
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Every tensor with its wire name: the one order that metadata and iteration share."""
+        module = self._module
+        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=True))
+        seen = {id(tensor) for _, tensor in named}
+        for owner_name, owner in module.named_modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                if name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    named.append((f"{owner_name}.{name}" if owner_name else name, buffer))
+        return [(self._wire_name(name), tensor) for name, tensor in named]
+
+    def _wire_name(self, name: str) -> str:
+        if not name.startswith(self._prefix):
+            raise ValueError(
+                f"weight {name!r} does not begin with the prefix {self._prefix!r} that is to be stripped; "
+                "the source must be given the prefix under which the learner keeps the model"
+            )
+        return name.removeprefix(self._prefix)
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def _buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
+        """The tensors in runs of at least ``bucket_bytes``, the unit of a ZeRO-3 gather. The same on every rank."""
+        buckets: list[list[tuple[str, torch.Tensor]]] = [[]]
+        size = 0
+        for name, tensor in self._tensors():
+            if size > self._bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append((name, tensor))
+            size += _full_shape(tensor).numel() * self._wire_dtype(tensor).itemsize
+        return buckets
+
+    def _gathered(self, bucket: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        with _gather(bucket):
+            # A partitioned parameter loses its full data when the context ends, so it is copied even without a cast.
+            return [
+                (name, tensor.detach().to(self._wire_dtype(tensor), copy=_is_partitioned(tensor)).contiguous())
+                for name, tensor in bucket
+            ]
+
+
+def _is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether ZeRO-3 manages the tensor: DeepSpeed marks its parameters with an id."""
+    return hasattr(tensor, "ds_id")
+
+
+def _full_shape(tensor: torch.Tensor) -> torch.Size:
+    return torch.Size(tensor.ds_shape) if _is_partitioned(tensor) else tensor.shape
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a weight that this rank holds; of a ZeRO-3 partition without its uninitialised padding."""
+    if not _is_partitioned(tensor):
+        return tensor.detach()
+    import deepspeed
+
+    parameter: Any = tensor
+    partition = parameter.ds_tensor.detach().flatten()
+    start = deepspeed.comm.get_rank(group=parameter.ds_process_group) * partition.numel()
+    return partition[: max(0, min(partition.numel(), parameter.ds_numel - start))]
+
+
+def _gather(bucket: list[tuple[str, torch.Tensor]]) -> AbstractContextManager[Any]:
+    """A context in which the bucket's parameters have their full data; a collective with ZeRO-3, else nothing."""
+    partitioned = [tensor for _, tensor in bucket if _is_partitioned(tensor)]
+    if not partitioned:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(partitioned)
