@@ -73,5 +73,5 @@ class Task(Protocol):
         ...
 
     def rewards(self) -> list[tuple[str, str, float]]:
-        """The default reward functions, as (name, dotted path, weight); the configuration's ``reward`` replaces them."""
+        """The default reward functions, as (name, dotted path, weight); ``reward`` of a run replaces them."""
         ...

@@ -8,6 +8,7 @@ learner is made, not when this module is.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ class Learner:
         if spec.dtype not in DTYPES:
             raise ValueError(f"model.dtype is {spec.dtype!r}; the learner trains in {' or '.join(DTYPES)}")
         self.spec, self.rank, self.world_size = spec, rank, world_size
+        self._interrupted = threading.Event()
         prepare_process(spec, rank, world_size, master_addr, master_port)
         import deepspeed
 
@@ -66,6 +68,15 @@ class Learner:
         self._engine, *_ = deepspeed.initialize(
             model=policy, optimizer=lambda parameters: adamw(parameters, spec), config=deepspeed_config(spec)
         )
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps made, those before a checkpoint was loaded included."""
+        return int(self._engine.global_steps)
+
+    def interrupt(self) -> None:
+        """Have a running :meth:`train` give up before its next micro-batch. Called on every rank, from any thread."""
+        self._interrupted.set()
 
     @property
     def engine(self) -> Any:
@@ -200,6 +211,9 @@ class Learner:
         suspects: list[tuple[tuple[Row, ...], Tensor]] = []
         mine = plan.micro_batches[self.rank]
         for number, rows in enumerate(mine):
+            if self._is_interrupted():
+                self._engine.zero_grad()
+                raise InterruptedError(f"optimizer step {self.steps_done + 1} was given up; no step was taken")
             micro = build_micro_batch(rows, version, plan.packing).to(self._device)
             self._engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             logprobs, entropy = self._forward(micro)
@@ -215,6 +229,15 @@ class Learner:
         dist.all_reduce(totals.sums, op=dist.ReduceOp.SUM)
         dist.all_reduce(totals.maximum, op=dist.ReduceOp.MAX)
         return totals, suspects
+
+    def _is_interrupted(self) -> bool:
+        """Whether any rank was interrupted; all ranks agree, so that none is left alone in a collective."""
+        flag = self._interrupted.is_set()
+        if self.world_size == 1:
+            return flag
+        any_rank = torch.tensor(float(flag), device=self._device)
+        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX)
+        return bool(any_rank)
 
     def _step(self) -> float:
         """Clip and step; the gradient norm before clipping. A norm that is not finite means that no step was taken."""

@@ -73,12 +73,12 @@ class LearnerActor:
         backend: str,
         bucket_bytes: int,
         timeout: float,
-        dtype: torch.dtype | None,
     ) -> None:
         from weight_sync.sender import WeightSender
         from weight_sync.source import DeepSpeedSource
 
         if self._sender is None:
+            dtype = getattr(torch, self._learner.spec.dtype)
             source = DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes)
             self._sender = WeightSender(
                 source, backend=backend, rank=self._learner.rank, bucket_bytes=bucket_bytes, timeout=timeout
@@ -90,6 +90,14 @@ class LearnerActor:
 
     def send_weights(self, version: int) -> SendReport:
         return self._sender.send(version)
+
+    def steps_done(self) -> int:
+        return self._learner.steps_done
+
+    def interrupt(self) -> None:
+        # Runs in the control group's thread, beside the call that it interrupts.
+        if self._learner is not None:
+            self._learner.interrupt()
 
     def close(self) -> None:
         if self._sender is not None:
@@ -120,7 +128,9 @@ class LearnerGroup:
         """Start the actors and load the model on every rank."""
         ranks = self._spec.learner.ranks
         # No CPU is reserved: on a machine with two cores the engines would otherwise leave none to schedule on.
-        actor = ray.remote(num_cpus=0, num_gpus=int(self._spec.device == "cuda"), max_restarts=0)(LearnerActor)
+        actor = ray.remote(
+            num_cpus=0, num_gpus=int(self._spec.device == "cuda"), max_restarts=0, concurrency_groups={"control": 1}
+        )(LearnerActor)
         self._actors = [actor.remote() for _ in range(ranks)]
         ((self._address, port),) = await self._wait("rendezvous", [self._actors[0].rendezvous.remote()])
         refs = [a.start.remote(self._spec, rank, ranks, self._address, port) for rank, a in enumerate(self._actors)]
@@ -156,24 +166,34 @@ class LearnerGroup:
         backend: str,
         bucket_bytes: int,
         transfer_timeout: float,
-        dtype: torch.dtype | None,
     ) -> None:
         """Build the transfer group between rank 0 and the engines, again after a failed push.
 
-        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``; ``dtype`` is the
-        engines' and ``None`` sends weights as they are.
+        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``. Weights travel in the
+        dtype of the forward pass, which is also the engines'.
         """
         await self._call(
-            "connect_weights", list(engines), address, port, world_size, backend, bucket_bytes, transfer_timeout, dtype
+            "connect_weights", list(engines), address, port, world_size, backend, bucket_bytes, transfer_timeout
         )
 
-    async def prepare_push(self) -> Manifest:
+    async def prepare(self) -> Manifest:
         """Check on every rank that the weights are finite; the manifest of what will be sent. Disturbs no engine."""
         return (await self._call("prepare_push"))[0]
 
-    async def send_weights(self, version: int) -> SendReport:
+    async def send(self, version: int) -> SendReport:
         """Move the weights into every engine, as ``version``."""
         return (await self._call("send_weights", version))[0]
+
+    async def steps_done(self) -> int:
+        """Optimizer steps made, those before a checkpoint was loaded included."""
+        return (await self._call("steps_done"))[0]
+
+    async def interrupt(self) -> None:
+        """Give up the optimizer step in progress on every rank; the weights stay those of the last finished step.
+
+        Returns at once; the interrupted ``train`` ends with an error, and later calls wait for that.
+        """
+        await self._wait("interrupt", [a.interrupt.options(concurrency_group="control").remote() for a in self._actors])
 
     async def close(self) -> None:
         """End all ranks; kills those that do not answer. Safe to call twice and after any error."""

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weight_sync.push import Pusher
-
 from generator.pool import EnginePool
 from generator.rollout import Group, Prompt, Rollout
 from trainer.admission import Admission, expire
@@ -32,6 +30,7 @@ from trainer.rewards import RewardScorer
 from trainer.state import save_checkpoint
 from trainer.watch import Watch
 from trainer.watch.metrics import push_record
+from weight_sync.push import Pusher
 
 
 @dataclass

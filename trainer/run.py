@@ -56,19 +56,19 @@ def run(config: Config) -> int:
 
 async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Path | None) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
+    from trainer.assembly import assemble
+
     task = asyncio.current_task()
     assert task is not None
     with _interrupts(task):
         try:
-            async with _parts(config, inputs, watch) as parts:
+            async with assemble(config, inputs, watch) as parts:
                 if checkpoint is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     continue_from(checkpoint, parts)
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
-                await train(parts)
-                watch.waiting("writing the final checkpoint and export")
-                await save_final(parts)
+                await train_and_save(parts)
             await asyncio.to_thread(watch.close, "done")
             return EXIT_DONE
         except asyncio.CancelledError:
@@ -81,14 +81,25 @@ async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Pa
             return EXIT_FAILED
 
 
-async def save_final(parts: Parts) -> None:
-    """The last checkpoint, and a folder that transformers and vLLM load."""
+async def train_and_save(parts: Parts) -> None:
+    """Train; at the end, or when interrupted, save what was learned."""
+    from trainer.loop import train
+
+    try:
+        await train(parts)
+    except asyncio.CancelledError:
+        parts.watch.waiting("interrupted: writing a checkpoint")
+        await save_on_interrupt(parts)
+        raise
+    parts.watch.waiting("writing the last checkpoint and the export")
     await save_checkpoint(parts)
     await parts.learner.export(str(Path(parts.config.run_dir) / "export"))
 
 
 async def save_on_interrupt(parts: Parts) -> None:
     """A checkpoint after the optimizer steps made so far; the step in progress is given up."""
+    from trainer.loop import step_done
+
     try:
         async with asyncio.timeout(parts.config.shutdown.timeout):
             await parts.learner.interrupt()

@@ -94,9 +94,7 @@ def continue_from(checkpoint: Path, parts: Parts) -> None:
     """Put the driver's side of a checkpoint into fresh parts. Raises :class:`ConfigError`."""
     state = read_state(checkpoint)
     if state.step > parts.config.steps:
-        raise ConfigError(
-            f"the checkpoint {checkpoint} is past `steps={parts.config.steps}`; raise it"
-        )
+        raise ConfigError(f"the checkpoint {checkpoint} is past `steps={parts.config.steps}`; raise it")
     parts.prompts.load_state_dict(state.prompts)
     parts.watch.load_state_dict(state.totals)
     parts.steps_done = parts.admission.version = state.step

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from weight_sync.push import PushReport
 
 from generator.rollout import Group, Rollout, ScoredRollout
+from weight_sync.push import PushReport
 
 RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"})
 """Names under ``reward/`` that are statistics; a reward function of that name is logged as ``reward/part_<name>``."""
