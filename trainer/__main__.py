@@ -11,14 +11,14 @@ import hydra
 from omegaconf import DictConfig
 
 from trainer.checks import ConfigError
-from trainer.compose import CONFIG_MODULE, compose_config, typed, with_detected_hardware
+from trainer.compose import CONFIG_MODULE, compose_config, prepared, typed
 
 EXIT_CONFIG = 2
 
 
 def main() -> int:
     """Run the command line in ``sys.argv`` and return its exit code."""
-    sys.argv[1:] = with_detected_hardware(sys.argv[1:])
+    sys.argv[1:] = prepared(sys.argv[1:])
     exit_codes: list[int] = []
 
     @hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")

@@ -27,9 +27,14 @@ GROUPS = ("recipe", "model", "algorithm", "hardware", "weight_sync", "logger")
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-def with_detected_hardware(arguments: Sequence[str]) -> list[str]:
-    """The arguments with ``hardware=auto``, said or unsaid, replaced by what this machine has."""
+def prepared(arguments: Sequence[str]) -> list[str]:
+    """The command line as Hydra gets it.
+
+    ``hardware=auto``, said or unsaid, becomes what this machine has. A key of ``data.options``, which only the recipe
+    knows, may be set without the ``++`` that Hydra wants for a key that is not in the schema.
+    """
     rest = [argument for argument in arguments if argument != "hardware=auto"]
+    rest = [f"++{argument}" if argument.startswith("data.options.") else argument for argument in rest]
     if any(argument.startswith("hardware=") for argument in rest):
         return rest
     flag = next((index for index, argument in enumerate(rest) if argument.startswith("-")), len(rest))

@@ -13,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
+
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARY_KEYS = {
     "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
-    "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed", "push/count",
-    "push/pause_seconds_mean",
+    "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
+    "push/count", "push/pause_seconds_mean",
 }  # fmt: skip
 ROLLOUT_KEYS = {
     "step", "prompt_token_ids", "response_token_ids", "logprobs", "versions", "loss_mask", "reward", "advantage",
@@ -71,7 +73,6 @@ def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     return folder, done
 
 
-@pytest.mark.engine
 class TestAFinishedRun:
     def test_it_exits_with_0_and_leaves_no_process(self, finished_run):
         _, done = finished_run
@@ -167,7 +168,7 @@ def test_bad_input_ends_with_exit_code_2_and_one_readable_message(overrides, wor
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n', ["line 2"]),
+        ('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n', ["train.jsonl:2:", "json"]),
         ('{"question": "1+1?", "solution": "2"}\n', ["answer"]),
         ("", ["empty"]),
     ],
@@ -204,7 +205,6 @@ def interrupt_after(lines_with: str, signal_number: int, folder: Path, *override
     return process.returncode, time.monotonic() - sent, "".join(output) + rest
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_writes_a_checkpoint_exits_with_130_and_leaves_no_process(signal_number, tmp_path):
     code, _, output = interrupt_after("step 2/", signal_number, tmp_path, "logger.wandb.mode=disabled")

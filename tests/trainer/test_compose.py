@@ -1,7 +1,7 @@
 import pytest
 
 from trainer.checks import VALUES, ConfigError, all_keys, get
-from trainer.compose import compose_config, with_detected_hardware
+from trainer.compose import compose_config, prepared
 from trainer.config import Config
 
 
@@ -62,9 +62,14 @@ def test_every_checked_key_exists_and_its_default_is_allowed():
 
 @pytest.mark.parametrize("arguments", [["recipe=ci_tiny"], ["recipe=ci_tiny", "hardware=auto"]])
 def test_hardware_auto_becomes_what_the_machine_has(arguments):
-    detected = [argument for argument in with_detected_hardware(arguments) if argument.startswith("hardware=")]
+    detected = [argument for argument in prepared(arguments) if argument.startswith("hardware=")]
     assert detected in (["hardware=cpu"], ["hardware=gpu"])
 
 
 def test_hardware_is_chosen_before_a_hydra_flag():
-    assert with_detected_hardware(["recipe=ci_tiny", "--cfg", "job"])[1].startswith("hardware=")
+    assert prepared(["recipe=ci_tiny", "--cfg", "job"])[1].startswith("hardware=")
+
+
+def test_a_key_of_the_recipe_alone_can_be_set_like_any_other():
+    config = compose_config(prepared(["recipe=gsm8k_fully_async", "data.options.steps=2"]))
+    assert config.data.options["steps"] == 2
