@@ -132,6 +132,7 @@ class Engine:
             async for output in self._outputs(request_id, submission):
                 completion = output.outputs[0]
                 token_ids.extend(completion.token_ids)
+                self._generated += len(completion.token_ids)
                 for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
                     logprobs.append(entry[token_id].logprob)
                 if output.finished:
@@ -140,7 +141,6 @@ class Engine:
             self._submitted.discard(request_id)
             if not self._submitted:
                 self._idle.set()
-        self._generated += len(token_ids)
         return Segment(tuple(token_ids), tuple(logprobs), version)
 
     async def _outputs(self, request_id: str, submission: Submission) -> AsyncIterator[Any]:

@@ -1,0 +1,192 @@
+"""One real vLLM engine, shared by the module, with weights pushed into it while it generates."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+import torch
+
+from generator.engine import Engine, EngineError, EngineSettings
+from generator.resume import Sampling
+from generator.rollout import Rollout
+from tests.tiny import ModuleLearner, next_token_logprobs, tiny_llama
+from weight_sync.push import Pusher
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+MAX_TOKENS = 400
+MAX_RUNNING = 6
+
+
+class OneEngine:
+    """The engines' side of the push protocol for a single engine without an actor around it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.version: int | None = None
+
+    async def close_gate_and_abort(self) -> None:
+        await self.engine.pause()
+
+    async def confirm(self, version: int, manifest) -> None:
+        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
+        await self.engine.confirm(version, entries)
+
+    def publish(self, version: int) -> None:
+        self.version = version
+
+    async def resume(self) -> None:
+        assert self.version is not None
+        await self.engine.resume(self.version)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, torch.nn.Module]:
+    return {"A": tiny_llama(1), "B": tiny_llama(2)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    models["A"].save_pretrained(folder)
+    settings = EngineSettings(
+        name="engine 0",
+        model_path=str(folder),
+        dtype="float32",
+        sampling=Sampling(max_tokens=MAX_TOKENS, temperature=0.0, max_model_len=450),
+        max_model_len=450,
+        max_running=MAX_RUNNING,
+        transfer_backend="gloo",
+        enforce_eager=True,
+        kv_cache_bytes=64 << 20,
+        executor="uni",
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    engine = Engine(settings)
+    await engine.start()
+    yield engine
+    await engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def learner(engine, models) -> ModuleLearner:
+    return ModuleLearner(models["A"], engine)
+
+
+@pytest.fixture(scope="module")
+def pusher(engine, learner) -> Pusher:
+    return Pusher(learner, OneEngine(engine), timeout=120.0)
+
+
+async def push(pusher: Pusher, learner: ModuleLearner, model: torch.nn.Module) -> int:
+    learner.model = model
+    version = 0 if pusher.published is None else pusher.published + 1
+    await pusher.push(version)
+    return version
+
+
+async def sampled(engine: Engine, tokens: int) -> None:
+    """Wait until the engine has sampled ``tokens`` more."""
+    start = (await engine.stats())["generated_tokens"]
+    async with asyncio.timeout(120):
+        while (await engine.stats())["generated_tokens"] < start + tokens:
+            await asyncio.sleep(0.002)
+
+
+def prompts(count: int) -> list[Rollout]:
+    return [Rollout(id=str(n), prompt_token_ids=(5 + n, 17, 3, 60, 42 + n)) for n in range(count)]
+
+
+async def test_an_engine_without_a_published_version_serves_nothing(engine):
+    assert engine.version is None
+    with pytest.raises(EngineError, match="cannot serve version 0"):
+        await engine.resume(0)
+
+
+async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they_are_tagged_with(
+    engine, learner, pusher, models
+):
+    """A, B, A, B during the same rollouts; more rollouts than run at a time, so that some are aborted while waiting."""
+    by_version = {await push(pusher, learner, models["A"]): models["A"]}
+    started = prompts(MAX_RUNNING + 2)
+    task = asyncio.create_task(engine.generate(started))
+    for name in ("B", "A", "B"):
+        await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
+        by_version[await push(pusher, learner, models[name])] = models[name]
+    finished = await asyncio.wait_for(task, timeout=300)
+
+    assert [rollout.id for rollout in finished] == [rollout.id for rollout in started]
+    assert max(rollout.version_count for rollout in finished) >= 3
+    for rollout in finished:
+        assert len(rollout.response_token_ids) == MAX_TOKENS
+        assert rollout.finish_reason == "length"
+        tokens = [*rollout.prompt_token_ids, *rollout.response_token_ids]
+        expected = {version: next_token_logprobs(model, tokens) for version, model in by_version.items()}
+        first = len(rollout.prompt_token_ids) - 1
+        for position, (token, version, logprob) in enumerate(
+            zip(rollout.response_token_ids, rollout.versions, rollout.logprobs, strict=True)
+        ):
+            row = expected[version][first + position]
+            assert token == int(row.argmax()), f"rollout {rollout.id}, position {position}, version {version}"
+            assert logprob == pytest.approx(float(row[token]), abs=2e-4)
+
+
+async def test_the_models_of_this_test_disagree_so_that_a_wrong_tag_would_show(models):
+    tokens = list(range(3, 90))
+    a, b = (next_token_logprobs(models[name], tokens).argmax(-1) for name in ("A", "B"))
+    assert (a != b).float().mean() > 0.8
+
+
+async def test_a_pushed_engine_computes_what_the_learner_computes(engine, learner, pusher, models):
+    sequence = (7, 50, 3, 3, 88, 21, 64)
+    for name in ("A", "B"):
+        await push(pusher, learner, models[name])
+        rows = next_token_logprobs(models[name], list(sequence))
+        expected = rows.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+        (logprobs,) = await engine.prompt_logprobs([sequence])
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+
+
+async def test_two_pushes_in_quick_succession_lose_no_token(engine, learner, pusher, models):
+    task = asyncio.create_task(engine.generate(prompts(3)))
+    await sampled(engine, 30)
+    await push(pusher, learner, models["A"])
+    await push(pusher, learner, models["B"])
+    finished = await asyncio.wait_for(task, timeout=300)
+    for rollout in finished:
+        assert len(rollout.response_token_ids) == MAX_TOKENS
+        assert rollout.resumes == 2
+
+
+async def test_a_paused_engine_holds_new_rollouts_and_serves_them_after_the_resume(engine, pusher):
+    await engine.pause()
+    task = asyncio.create_task(engine.generate(prompts(1)))
+    await asyncio.sleep(0.2)
+    assert (await engine.stats())["submitted"] == 0
+    assert not task.done()
+    await engine.resume(pusher.published)
+    (rollout,) = await asyncio.wait_for(task, timeout=300)
+    assert len(rollout.response_token_ids) == MAX_TOKENS
+
+
+async def test_pausing_a_paused_engine_changes_nothing(engine, pusher):
+    assert await engine.pause() == 0
+    assert await engine.pause() == 0
+    await engine.resume(pusher.published)
+
+
+async def test_a_weight_update_of_a_serving_engine_is_refused(engine):
+    with pytest.raises(EngineError, match="while the engine serves"):
+        await engine.start_weight_update()
+
+
+async def test_a_rollout_that_has_tokens_already_continues_from_them(engine):
+    whole = (await engine.generate(prompts(1)))[0]
+    half = MAX_TOKENS // 2
+    from generator.rollout import Segment
+
+    begun = prompts(1)[0].extended(Segment(whole.response_token_ids[:half], whole.logprobs[:half], whole.versions[0]))
+    (continued,) = await engine.generate([begun])
+    assert continued.response_token_ids == whole.response_token_ids

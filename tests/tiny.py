@@ -1,0 +1,88 @@
+"""Tiny models, and a learner's end of a push without a learner, for tests that share one real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
+from weight_sync.sender import WeightSender
+from weight_sync.source import DeepSpeedSource
+
+VOCABULARY = 97
+
+
+def tiny_llama(seed: int) -> torch.nn.Module:
+    """A tied two-layer Llama with random weights, float32; its vocabulary is no multiple of vLLM's padding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,  # heads of 32: the smallest that vLLM has on CPU
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+def next_token_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
+    """``[len(token_ids) - 1, vocabulary]``: log-probabilities of what follows each token but the last."""
+    with torch.no_grad():
+        return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+
+
+class LoopClient:
+    """vLLM's weight sync client over an :class:`generator.engine.Engine` on this event loop, called from a thread."""
+
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.version: int | None = None
+        self._engine, self._loop = engine, loop
+
+    def _run(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._run(self._engine.init_weight_transfer_engine(InitRequest(init_info)))
+
+    def start_weight_update(self) -> None:
+        self._run(self._engine.start_weight_update())
+
+    def update_weights(self, update_info: UpdatePayload) -> None:
+        self._run(self._engine.update_weights(UpdateRequest(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._run(self._engine.finish_weight_update(weight_version or str(self.version)))
+
+    def abandon(self, reason: str) -> None:
+        raise AssertionError(f"no push of these tests is given up, but this one was: {reason}")
+
+
+class ModuleLearner:
+    """The learner's side of the push protocol over plain modules: ``model`` is what the next push sends."""
+
+    def __init__(self, model: torch.nn.Module, engine: Any) -> None:
+        self.model = model
+        self._engine = engine
+        self._sender: WeightSender | None = None
+
+    async def prepare(self) -> Any:
+        """Connect for the model at hand, and say what will be sent."""
+        if self._sender is not None:
+            self._sender.close()
+        client = LoopClient(self._engine, asyncio.get_running_loop())
+        self._sender = WeightSender(DeepSpeedSource(self.model), backend="gloo", bucket_bytes=50_000, timeout=120.0)
+        await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
+        return self._sender.prepare()
+
+    async def send(self, version: int) -> Any:
+        """Move the weights."""
+        assert self._sender is not None
+        return await asyncio.to_thread(self._sender.send, version)
