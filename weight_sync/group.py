@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
@@ -40,14 +41,15 @@ class GlooGroup:
         self.rank = rank
         self._travelling: list[Transfer] = []
         limit = timedelta(seconds=timeout)
+        gloo: Any = ProcessGroupGloo  # torch ships no types for its options
         try:
             store = TCPStore(host, port, world_size, rank == 0, limit)
-            options = ProcessGroupGloo._Options()
+            options = gloo._Options()
             options._timeout = limit
             # Bind to the interface that leads to the sender: by default gloo resolves the host's own name, which may
             # not resolve, or to an address that the sender cannot reach.
-            options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host))]
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
+            options._devices = [gloo.create_device(hostname=_own_address(host))]
+            self._group: Any = gloo(store, rank, world_size, options)
             self._store: TCPStore | None = store
         except Exception as error:
             raise TransferGroupError(
@@ -81,7 +83,7 @@ class GlooGroup:
         try:
             transfer.work.wait()
         except RuntimeError as error:
-            raise TransferGroupError(f"a peer left the transfer group during a broadcast: {error}") from error
+            raise TransferGroupError(f"a peer left the transfer group or fell silent: {error}") from error
         transfer.work = None
         self._travelling.remove(transfer)
 

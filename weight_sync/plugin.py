@@ -17,5 +17,5 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     WeightTransferEngineFactory.register_engine("gloo", "weight_sync.gloo", "GlooWeightTransferEngine")
-    WeightTransferTrainerFactory.register_engine("gloo", "weight_sync.gloo", "GlooTrainerWeightTransferEngine")
+    WeightTransferTrainerFactory.register_engine("gloo", "weight_sync.gloo_trainer", "GlooTrainerWeightTransferEngine")
     _registered = True

@@ -138,7 +138,7 @@ class WeightSender:
 
         register()
         init_info: Any
-        wire = {
+        wire: dict[str, Any] = {
             "master_address": address,
             "master_port": port,
             "world_size": world_size,
@@ -146,7 +146,7 @@ class WeightSender:
             "rank": self._rank,
         }
         if self._backend == "gloo":
-            from weight_sync.gloo import GlooTrainerInitInfo
+            from weight_sync.gloo_wire import GlooTrainerInitInfo
 
             init_info = GlooTrainerInitInfo(**wire, timeout_seconds=self._timeout)
         else:

@@ -50,7 +50,8 @@ class DeepSpeedSource:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 25 << 20,
     ) -> None:
-        self._module: torch.nn.Module = engine.module if hasattr(engine, "zero_optimization_stage") else engine
+        learner: Any = engine
+        self._module: torch.nn.Module = learner.module if hasattr(learner, "zero_optimization_stage") else learner
         self._prefix = prefix
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
@@ -152,7 +153,7 @@ def _is_partitioned(tensor: torch.Tensor) -> bool:
 
 
 def _full_shape(tensor: torch.Tensor) -> torch.Size:
-    return torch.Size(tensor.ds_shape) if _is_partitioned(tensor) else tensor.shape
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:

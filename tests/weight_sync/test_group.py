@@ -30,13 +30,13 @@ def test_every_receiver_gets_every_bucket_and_later_ones_do_not_overwrite_earlie
 def test_a_receiver_that_leaves_fails_the_sender_instead_of_hanging_it():
     sender, receiver = _groups(2, timeout=30)
     receiver.close()
-    with pytest.raises(TransferGroupError, match="left the transfer group"):
+    with pytest.raises(TransferGroupError, match=r"(?i)connection (closed|reset)"):
         send_buckets(sender, [torch.zeros(8 << 20, dtype=torch.uint8)] * 2)
     sender.close()
 
 
 def test_a_sender_that_fails_between_buckets_fails_the_receiver_at_once_even_while_its_error_is_looked_at():
-    sender, receiver = _groups(2, timeout=300)  # longer than a test may take: nothing here waits for the deadline
+    sender, receiver = _groups(2, timeout=60)
 
     def buckets():
         yield torch.zeros(1000, dtype=torch.uint8)
@@ -47,7 +47,7 @@ def test_a_sender_that_fails_between_buckets_fails_the_receiver_at_once_even_whi
         with pytest.raises(LookupError) as held:
             send_buckets(sender, buckets())
         sender.close()
-        with pytest.raises(TransferGroupError, match="left the transfer group"):
+        with pytest.raises(TransferGroupError, match=r"(?i)connection (closed|reset)"):  # not: timed out
             receiving.result()
     assert held.value is not None
     receiver.close()

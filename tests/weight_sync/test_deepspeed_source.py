@@ -1,0 +1,126 @@
+"""The weight source over real DeepSpeed engines, two ranks, every ZeRO stage."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from weight_sync.group import free_port
+from weight_sync.source import DeepSpeedSource, NonFiniteWeightError
+
+pytestmark = pytest.mark.engine
+
+STAGES = [0, 1, 2, 3]
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+}
+
+
+class Learner(torch.nn.Module):
+    """A wrapped model whose tensors do not divide evenly among two ranks, with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleDict(
+            {
+                "embed": torch.nn.Embedding(7, 5),
+                "inner": torch.nn.Linear(5, 3),
+                "head": torch.nn.Linear(5, 7, bias=False),
+            }
+        )
+        self.model["head"].weight = self.model["embed"].weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.model["embed"](ids)
+        return self.model["inner"](hidden).sum() + self.model["head"](hidden).square().sum()
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(1)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.save([_read_around_a_step(rank, stage) for stage in STAGES], f"{folder}/{rank}.pt")
+    deepspeed.comm.barrier()
+
+
+def _read_around_a_step(rank: int, stage: int) -> dict[str, Any]:
+    """What the source of one rank says before and after an optimizer step, and about a poisoned weight."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = Learner()
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    source = DeepSpeedSource(engine, prefix="model.", bucket_bytes=30)
+
+    before = _copied(source)
+    engine.backward(engine(torch.tensor([[1, 2, 3]])))
+    engine.step()
+    source.check_finite()
+    after = _copied(source)
+
+    # Rank 0's pass is cut short; completing it on both keeps their collectives aligned.
+    if rank == 0:
+        next(iter(source))
+    else:
+        source.begin_pass()
+    source.finish_pass()
+    again = _copied(source)
+
+    bias = engine.module.model["inner"].bias
+    with deepspeed.zero.GatheredParameters(bias, modifier_rank=0, enabled=stage == 3):
+        bias.data[-1] = float("nan")  # with ZeRO-3, held by one rank only
+    complaint = ""
+    try:
+        source.check_finite()
+    except NonFiniteWeightError as error:
+        complaint = str(error)
+    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+    return {"before": before, "after": after, "again": again, "declared": declared, "complaint": complaint}
+
+
+def _copied(source: DeepSpeedSource) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in source}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Both ranks' readings, by rank and stage."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(_rank, (free_port("127.0.0.1"), str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_both_ranks_read_the_whole_model_before_and_after_a_step_in_one_order(results, stage):
+    torch.manual_seed(0)
+    initial = {name.removeprefix("model."): value.detach().bfloat16() for name, value in Learner().named_parameters()}
+    first = results[0][stage]
+    for reading in (results[0][stage], results[1][stage]):
+        assert list(reading["before"]) == ["embed.weight", "inner.weight", "inner.bias"]
+        assert reading["declared"] == [(n, torch.bfloat16, tuple(t.shape)) for n, t in reading["after"].items()]
+        for name, tensor in initial.items():
+            assert torch.equal(reading["before"][name], tensor)
+            assert not torch.equal(reading["after"][name], tensor)
+            assert torch.equal(reading["after"][name], first["after"][name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pass_cut_short_on_one_rank_leaves_the_next_one_whole(results, stage):
+    for rank in range(2):
+        reading = results[rank][stage]
+        assert all(torch.equal(tensor, reading["after"][name]) for name, tensor in reading["again"].items())
+        assert list(reading["again"]) == list(reading["after"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_non_finite_weight_is_named_by_every_rank_that_holds_it(results, stage):
+    complaining = [rank for rank in range(2) if "inner.bias" in results[rank][stage]["complaint"]]
+    assert complaining == ([1] if stage == 3 else [0, 1])
