@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,14 +32,12 @@ EVENTS = {
     "add": ("{name} gets {n} more.", "{name} buys {n} more.", "{name} finds {n} more.", "{name} wins {n} more."),
     "subtract": ("{name} gives away {n}.", "{name} loses {n}.", "{name} sells {n}.", "{name} uses {n}."),
     "multiply": ("{name} trades them for {n} times as many.", "A week later {name} has {n} times as many."),
-    "divide": (
-        "{name} makes {n} equal piles and keeps one.",
-        "{name} shares them equally among {n} people, one share each, and keeps one share.",
-    ),
+    "divide": ("{name} makes {n} equal piles and keeps one.", "{name} fills {n} equal bags and keeps one."),
 }
 QUESTIONS = ("How many {items} does {name} have now?",)
 
-MAX_TRIES_PER_ROW = 400
+MAX_USELESS_TRIES = 5000
+"""Samples in a row that bring nothing new, after which a difficulty counts as exhausted."""
 HELD_OUT_SHARE = 8
 """One combination of numbers and operations in this many is held out for evaluation."""
 
@@ -66,18 +64,19 @@ class Difficulty:
         values = {key: value for key, value in options.items() if key in known}
         if "operations" in values:
             given = values["operations"]
-            values["operations"] = (given,) if isinstance(given, str) else tuple(given)
+            values["operations"] = (
+                tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+            )
         difficulty = replace(cls(), **values)
         difficulty._check()
         return difficulty
 
     def _check(self) -> None:
-        for name, least in (("steps", 1), ("largest_number", 2), ("largest_result", 0), ("train_rows", 1)):
+        least_of = {"steps": 1, "largest_number": 2, "largest_result": 0, "train_rows": 1, "eval_rows": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise DataError(f"data.options.{name} is {value!r}; it must be a whole number, at least {least}")
-        if not isinstance(self.eval_rows, int) or self.eval_rows < 0:
-            raise DataError(f"data.options.eval_rows is {self.eval_rows!r}; it must be a whole number, at least 0")
         unknown = [name for name in self.operations if name not in OPERATIONS]
         if unknown or not self.operations:
             raise DataError(f"data.options.operations is {list(self.operations)}; choose from {', '.join(OPERATIONS)}")
@@ -96,16 +95,17 @@ def generate(difficulty: Difficulty, seed: int) -> tuple[list[dict[str, str]], l
     rng = random.Random(f"gsm8k problems {seed}")
     wanted = {"train": difficulty.train_rows, "eval": difficulty.eval_rows}
     found: dict[str, dict[str, dict[str, str]]] = {"train": {}, "eval": {}}
-    for _ in range(MAX_TRIES_PER_ROW * sum(wanted.values())):
-        if all(len(found[split]) == wanted[split] for split in wanted):
-            break
+    useless = 0
+    while useless < MAX_USELESS_TRIES and any(len(found[split]) < wanted[split] for split in wanted):
+        useless += 1
         start, steps = _sample_chain(difficulty, rng)
         if steps is None:
             continue
         split = _split_of(start, steps)
-        if len(found[split]) < wanted[split]:
-            row = _render(start, steps, rng)
-            found[split].setdefault(row["question"], row)
+        row = _render(start, steps, rng)
+        if len(found[split]) < wanted[split] and row["question"] not in found[split]:
+            found[split][row["question"]] = row
+            useless = 0
     for split, count in wanted.items():
         if len(found[split]) < count:
             raise DataError(

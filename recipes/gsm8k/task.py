@@ -14,12 +14,15 @@ from recipes.gsm8k.source import HUB_ID, HubError, read_file, read_hub
 REASONING_INSTRUCTION = (
     "Solve the problem. Reason step by step, then write the final answer on a line of its own as #### <number>."
 )
-EXAMPLE: Messages = [
-    {"role": "user", "content": "Sam has 2 pens. Sam gets 3 more. How many pens does Sam have now?"},
-    {"role": "assistant", "content": "2 + 3 = 5\n#### 5"},
-]
-"""One solved problem. It stands in the prompt of the generated problems because the small model that they are for
-does not follow an instruction in words, and because it keeps responses short."""
+EXAMPLES = {
+    1: ("Sam has 2 pens. Sam gets 3 more. How many pens does Sam have now?", "2 + 3 = 5\n#### 5"),
+    2: (
+        "Sam has 2 pens. Sam gets 7 more. Sam loses 4. How many pens does Sam have now?",
+        "2 + 7 = 9\n9 - 4 = 5\n#### 5",
+    ),
+}
+"""One solved problem, by how many steps it shows. It stands in the prompt of the generated problems because the small
+model that they are for does not follow an instruction in words, and because it keeps responses short."""
 
 SOURCES = ("auto", "hub", "generated")
 STYLES = ("auto", "reason", "short")
@@ -35,6 +38,7 @@ class GSM8K:
 
     def __init__(self) -> None:
         self._style = "reason"
+        self._example = EXAMPLES[1]
 
     def load(self, context: TaskContext) -> TaskData:
         """The first of: ``data.path``, the hub data set if cached or reachable, the embedded generator.
@@ -46,6 +50,7 @@ class GSM8K:
         data = self._load(context)
         style = context.options.get("prompt", "auto")
         generated = data.source.startswith(GENERATED)
+        self._example = EXAMPLES[min(Difficulty.from_options(context.options).steps, max(EXAMPLES))]
         self._style = ("short" if generated else "reason") if style == "auto" else style
         return data
 
@@ -54,8 +59,13 @@ class GSM8K:
         question = {"role": "user", "content": str(row["question"])}
         if self._style == "reason":
             return [{"role": "system", "content": REASONING_INSTRUCTION}, question]
-        # An empty system message keeps the chat template from adding a longer one of its own.
-        return [{"role": "system", "content": ""}, *EXAMPLE, question]
+        asked, answered = self._example
+        return [
+            {"role": "system", "content": ""},  # keeps the chat template from adding a longer one of its own
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answered},
+            question,
+        ]
 
     def rewards(self) -> list[tuple[str, str, float]]:
         """The weighted parts; their weights sum to 1."""
