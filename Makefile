@@ -45,4 +45,4 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf "$(VENV)" "$(VENV).lock"
+	rm -rf "$(VENV)" "$(VENV).lock" "$(VENV).unfinished"
