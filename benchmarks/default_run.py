@@ -94,10 +94,9 @@ def measure(recipe: str, seed: int, overrides: list[str], folder: Path) -> dict[
 def machine() -> str:
     """The machine in one phrase."""
     model = platform.processor() or platform.machine()
-    try:
-        model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())[1]  # type: ignore[index]
-    except (OSError, TypeError):
-        pass
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
+        model = match[1]
     memory = psutil.virtual_memory().total / GIB
     return f"{model}, {psutil.cpu_count()} cores, {memory:.0f} GiB"
 

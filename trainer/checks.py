@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 from trainer.config import Config
 
@@ -81,8 +82,8 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     for item in dataclasses.fields(schema):
         key = prefix + item.name
         keys.append(key)
-        factory = item.default_factory
-        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+        factory: Any = item.default_factory
+        if dataclasses.is_dataclass(factory):
             keys += all_keys(factory, key + ".")
     return keys
 
@@ -183,7 +184,7 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError("`weight_sync.backend=gloo` is for CPU engines; with `hardware=gpu` use `nccl`")
 
 
-def get(config: object, key: str) -> object:
+def get(config: Any, key: str) -> Any:
     """The value at a dotted key."""
     for part in key.split("."):
         config = getattr(config, part)

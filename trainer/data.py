@@ -41,8 +41,8 @@ def build_prompts(
         raise DataError("the data set has no rows")
     rendered = [render(row) for row in rows]
     chats = [not isinstance(prompt, str) for prompt in rendered]
-    texts = [
-        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else prompt
+    texts: list[str] = [
+        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else str(prompt)
         for prompt, chat in zip(rendered, chats, strict=True)
     ]
     token_ids: list[list[int]] = [[] for _ in rows]

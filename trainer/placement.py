@@ -9,7 +9,7 @@ from generator.pool import Resources
 from generator.resume import Sampling
 from trainer.checks import ConfigError
 from trainer.config import Config
-from trainer.model import ResolvedModel
+from trainer.model import DeviceKind, ResolvedModel
 
 KV_BYTES_ON_CPU = 512 << 20
 """KV cache of a CPU engine unless ``engine.kv_cache_mib`` says otherwise: room for small models and short contexts."""
@@ -18,7 +18,7 @@ KV_BYTES_ON_CPU = 512 << 20
 ROOM_FACTOR = 2
 
 
-def device_kind(config: Config) -> str:
+def device_kind(config: Config) -> DeviceKind:
     """``cpu`` or ``gpu``: what engines and learner compute on."""
     return "cpu" if config.hardware == "cpu" else "gpu"
 
