@@ -83,7 +83,7 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
         key = prefix + item.name
         keys.append(key)
         factory: Any = item.default_factory
-        if dataclasses.is_dataclass(factory):
+        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
             keys += all_keys(factory, key + ".")
     return keys
 

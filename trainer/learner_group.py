@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import socket
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ class LearnerActor:
 
     def start(self, spec: LearnerSpec, rank: int, world_size: int, address: str, port: int) -> None:
         self._learner = Learner(spec, rank, world_size, address, port)
+        # Imports vLLM, which takes many seconds: they pass while the engines start, not when the first push waits.
+        importlib.import_module("weight_sync.gloo_trainer")
 
     def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
         return self._learner.train(rollouts, version)
