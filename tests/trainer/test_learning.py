@@ -21,7 +21,7 @@ def share_of_a(folder: Path, *overrides: str) -> list[float]:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line)["reward/letter_a"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["reward/share_of_a"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def gain(shares: list[float]) -> float:
@@ -38,6 +38,6 @@ def test_a_tiny_model_from_random_weights_learns_a_trivial_reward(tmp_path):
 @pytest.mark.engine
 def test_with_the_sign_of_the_advantage_flipped_it_unlearns_it(tmp_path):
     """A weight of -1 flips every reward and so every advantage; the logged part stays the plain share."""
-    flipped = "reward=[{name: letter_a, function: recipes.ci_tiny.reward.share_of_a, weight: -1.0}]"
+    flipped = "reward=[{name: share_of_a, function: recipes.ci_tiny.reward.share_of_a, weight: -1.0}]"
     shares = share_of_a(tmp_path / "run", flipped)
     assert gain(shares) < 0.02, shares
