@@ -39,12 +39,15 @@ def build_prompts(
     """
     if len(rows) == 0:
         raise DataError("the data set has no rows")
-    rendered = [render(row) for row in rows]
-    chats = [not isinstance(prompt, str) for prompt in rendered]
-    texts: list[str] = [
-        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) if chat else str(prompt)
-        for prompt, chat in zip(rendered, chats, strict=True)
-    ]
+    texts: list[str] = []
+    chats: list[bool] = []
+    for row in rows:
+        prompt = render(row)
+        chats.append(not isinstance(prompt, str))
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        else:
+            texts.append(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
     token_ids: list[list[int]] = [[] for _ in rows]
     for kind in {*chats}:
         chosen = [index for index, chat in enumerate(chats) if chat is kind]

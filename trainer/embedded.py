@@ -13,7 +13,6 @@ import importlib.util
 import json
 import mmap
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,12 +232,13 @@ def _dequantized(data: mmap.mmap, at: int, count: int, kind: int, name: str) -> 
             return np.frombuffer(data, "<f4", count, at)
         case 8:  # Q8_0: weight = scale * signed byte
             q8 = np.frombuffer(data, np.dtype([("scale", "<f2"), ("q", "i1", 32)]), blocks, at)
-            return (q8["scale"].astype(np.float32)[:, None] * q8["q"]).reshape(-1)
+            scaled: npt.NDArray[np.float32] = q8["q"] * q8["scale"].astype(np.float32)[:, None]
+            return scaled.reshape(-1)
         case 3:  # Q4_1: weight = scale * nibble + minimum; low nibbles are the first half of a block
             q4 = np.frombuffer(data, np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("q", "u1", 16)]), blocks, at)
             nibbles = np.concatenate([q4["q"] & 0x0F, q4["q"] >> 4], axis=1).astype(np.float32)
-            scaled = nibbles * q4["scale"].astype(np.float32)[:, None]
-            return (scaled + q4["minimum"].astype(np.float32)[:, None]).reshape(-1)
+            shifted: npt.NDArray[np.float32] = nibbles * q4["scale"].astype(np.float32)[:, None]
+            return (shifted + q4["minimum"].astype(np.float32)[:, None]).reshape(-1)
     raise ModelError(f"tensor {name} has GGUF type {kind}; known are F32 (0), Q4_1 (3) and Q8_0 (8)")
 
 
@@ -262,11 +262,3 @@ def _bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def special_token_ids(value: Any) -> Iterator[int]:
-    """The ids in a configuration entry that may be absent, one id or a list of ids."""
-    if isinstance(value, int):
-        yield value
-    elif value is not None:
-        yield from value

@@ -10,14 +10,10 @@ import contextlib
 import hashlib
 import inspect
 import json
-import os
 import re
-import shutil
-import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +21,7 @@ from typing import Any, Literal
 from generator.task import ModelError
 from trainer import embedded
 from trainer.dotted import DottedPathError, resolve_dotted
+from trainer.model_cache import build_once, default_cache_dir, missing_parts
 
 DeviceKind = Literal["cpu", "gpu"]
 
@@ -35,7 +32,6 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_FORMAT = 1
 """Raise it when the conversion changes, so that folders of the older one are not used."""
-STALE_TEMPORARY_SECONDS = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +75,6 @@ def resolve_model(
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     folder, source, reason = _locate(path, hub_id, cache, device_kind, reachable or hub_reachable)
     return _describe(folder, source, reason, _resolve_dtype(dtype, device_kind))
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/midflight``, or ``~/.cache/midflight``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "midflight"
 
 
 def load_tokenizer(path: str) -> Any:
@@ -163,7 +154,7 @@ def _from_hub(hub_id: str, reachable: Callable[[], bool]) -> Path | None:
 
     with contextlib.suppress(LocalEntryNotFoundError):
         cached = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
-        if not _missing(cached):
+        if not missing_parts(cached):
             return cached
     if not reachable():
         return None
@@ -178,7 +169,7 @@ def _embedded(cache: Path) -> Path:
     name = f"{EMBEDDED_NAME}-bf16-v{EMBEDDED_FORMAT}"
     gguf = embedded.find_gguf()
     if gguf is None:
-        if not _missing(cache / name):
+        if not missing_parts(cache / name):
             return cache / name
         raise ModelError(
             f"the embedded {EMBEDDED_NAME} is not installed: there is no package {embedded.PACKAGE} with a GGUF file; "
@@ -199,61 +190,8 @@ def _from_factory(path: str, cache: Path) -> Path:
     return build_once(cache, name, build)
 
 
-def build_once(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """The folder ``cache/name``, written by ``write`` if it is not there.
-
-    ``write`` gets an empty folder beside the final one, which is renamed when it is complete: a half-written folder is
-    never used, and of two processes that write at once one wins and the other uses the winner's.
-    Raises :class:`ModelError` when the cache cannot be written.
-    """
-    final = cache / name
-    if not _missing(final):
-        return final
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        _remove_stale(cache)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=cache))
-    except OSError as error:
-        raise ModelError(
-            f"models cannot be cached in {cache}: {error}; set model.cache_dir to a writable folder"
-        ) from error
-    try:
-        write(temporary)
-        temporary.chmod(0o755)  # mkdtemp's folders are private
-        if final.exists() and _missing(final):
-            shutil.rmtree(final)  # somebody removed files of it
-        try:
-            temporary.rename(final)
-        except OSError:
-            if _missing(final):
-                raise
-    except OSError as error:
-        raise ModelError(f"writing the model {final} failed: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return final
-
-
-def _remove_stale(cache: Path) -> None:
-    """Remove what processes that were killed in the middle of a conversion left behind."""
-    for left in cache.glob(".*.*"):
-        with contextlib.suppress(OSError):
-            if left.is_dir() and time.time() - left.stat().st_mtime > STALE_TEMPORARY_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _missing(folder: Path) -> list[str]:
-    """What a model folder needs and ``folder`` does not have."""
-    wanted = {
-        "config.json": ("config.json",),
-        "weights (*.safetensors or pytorch_model*.bin)": ("*.safetensors", "pytorch_model*.bin"),
-        "a tokenizer (tokenizer.json or tokenizer.model)": ("tokenizer.json", "tokenizer.model", "vocab.json"),
-    }
-    return [what for what, patterns in wanted.items() if not any(any(folder.glob(pattern)) for pattern in patterns)]
-
-
 def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedModel:
-    missing = _missing(folder)
+    missing = missing_parts(folder)
     if missing:
         raise ModelError(f"{folder} is no model folder: it lacks {', '.join(missing)}")
     config = _read_json(folder / "config.json")
@@ -262,7 +200,7 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     tokenizer_eos, tokenizer_pad = _tokenizer_ids(folder)
     eos: dict[int, None] = {}  # a set that keeps its order
     for value in (generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id"), tokenizer_eos):
-        eos.update(dict.fromkeys(embedded.special_token_ids(value)))
+        eos.update(dict.fromkeys(_ids(value)))
     if not eos:
         raise ModelError(
             f"{folder} names no end-of-sequence token in its configuration, generation configuration or tokenizer"
@@ -272,7 +210,7 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
         raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
     pads = (tokenizer_pad, generation.get("pad_token_id"), text.get("pad_token_id"), next(iter(eos)))
     pad = next(value for value in pads if isinstance(value, int) and value >= 0)
-    return ResolvedModel(str(folder), source, reason, tuple(eos), pad, context, dtype)
+    return ResolvedModel(str(folder.absolute()), source, reason, tuple(eos), pad, context, dtype)
 
 
 def _tokenizer_ids(folder: Path) -> tuple[int | None, int | None]:
@@ -288,6 +226,14 @@ def _tokenizer_ids(folder: Path) -> tuple[int | None, int | None]:
         return ids.get(name["content"] if isinstance(name, dict) else name)
 
     return find("eos_token"), find("pad_token")
+
+
+def _ids(value: Any) -> Iterator[int]:
+    """The ids in a configuration entry that may be absent, one id or a list of ids."""
+    if isinstance(value, int):
+        yield value
+    elif value is not None:
+        yield from value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from generator.task import ModelError
 from recipes.ci_tiny.model import build
 from trainer import embedded
 from trainer import model as subject
-from trainer.model import build_once, load_tokenizer, resolve_model
+from trainer.model import load_tokenizer, resolve_model
+from trainer.model_cache import build_once
 
 TINY = "factory:recipes.ci_tiny.model:build"
 
@@ -47,6 +49,11 @@ def test_a_folder_is_taken_as_it_is(tiny, tmp_path):
     assert (model.path, model.source) == (str(tiny), f"folder {tiny}")
     assert (model.eos_token_ids, model.pad_token_id, model.max_position_embeddings) == ((2,), 0, 256)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_relative_folder_becomes_absolute_for_processes_with_another_working_folder(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve("tiny", tmp_path / "cache").path == str(tiny)
 
 
 def test_a_factory_s_model_is_built_once(tmp_path):
@@ -146,6 +153,16 @@ def test_a_half_written_folder_is_never_used_and_an_aborted_write_leaves_nothing
     folder = build_once(tmp_path / "cache", "model", lambda target: build(target))
     assert (folder / "model.safetensors").exists()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model"]
+
+
+def test_only_old_leftovers_of_killed_conversions_are_removed_from_the_cache(tmp_path):
+    old, new, foreign = (tmp_path / name for name in (".midflight-building-1", ".midflight-building-2", ".config.old"))
+    for folder in (old, new, foreign):
+        folder.mkdir()
+    for folder in (old, foreign):
+        os.utime(folder, (0, 0))
+    build_once(tmp_path, "model", build)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [foreign.name, new.name, "model"]
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_setting(tmp_path):
