@@ -52,7 +52,7 @@ class Difficulty:
     """No number in a question is larger."""
     largest_result: int = 0
     """No intermediate or final result is larger; 0: no bound."""
-    operations: tuple[str, ...] = ("add",)
+    operations: tuple[str, ...] = ("add", "subtract", "multiply")
     """What events may do: add, subtract, multiply, divide."""
     train_rows: int = 512
     eval_rows: int = 64
