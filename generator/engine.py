@@ -49,6 +49,8 @@ class EngineSettings:
     rollout_timeout: float = 900.0
     pause_timeout: float = 120.0
     trust_remote_code: bool = False
+    block_size: int | None = None
+    """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
     executor: str | None = None
     """vLLM's ``distributed_executor_backend``; ``None``: vLLM chooses."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -316,6 +318,8 @@ def _build_llm(settings: EngineSettings) -> AsyncLLM:
     }
     if settings.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.block_size is not None:
+        arguments["block_size"] = settings.block_size
     if settings.executor is not None:
         arguments["distributed_executor_backend"] = settings.executor
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from generator.pool import EnginePool
@@ -12,7 +13,14 @@ from trainer.admission import Admission
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.inputs import Inputs
-from trainer.placement import device_kind, engine_resources, engine_room, engine_settings, transfer_backend
+from trainer.placement import (
+    device_kind,
+    engine_resources,
+    engine_room,
+    engine_settings,
+    learner_threads,
+    transfer_backend,
+)
 from trainer.rewards import RewardScorer
 from trainer.watch import Watch
 from weight_sync.push import Pusher
@@ -57,7 +65,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         temperature=config.sampling.temperature,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
-        learner=config.learner,
+        learner=replace(config.learner, cpu_threads=learner_threads(config)),
         optimizer=config.optimizer,
         algorithm=config.algorithm,
     )

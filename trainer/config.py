@@ -85,7 +85,7 @@ class LearnerConfig:
     packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
     logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
     gradient_checkpointing: bool = False
-    cpu_threads: int = 0  # 0: torch's default
+    cpu_threads: int = 0  # 0: on CPU half of the cores, shared by the ranks; on GPU torch's default
     timeout: float = 1800.0  # seconds a learner call may take
 
 
@@ -98,7 +98,7 @@ class EngineConfig:
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.85
     kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: enough for max_running sequences
-    cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: one
+    cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: half of the cores, shared
     cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
     start_timeout: float = 900.0  # seconds until an engine must have started
     rollout_timeout: float = 900.0  # seconds a rollout may go without a new token

@@ -15,6 +15,8 @@ KV_BYTES_ON_CPU = 512 << 20
 """KV cache of a CPU engine unless ``engine.kv_cache_mib`` says otherwise: room for small models and short contexts."""
 
 
+CPU_BLOCK_SIZE = 32
+"""Tokens of a KV-cache block on CPU: the smallest that vLLM's CPU attention has."""
 ROOM_FACTOR = 2
 
 
@@ -85,11 +87,34 @@ def engine_settings(config: Config, model: ResolvedModel, longest_prompt: int) -
             rollout_timeout=engine.rollout_timeout,
             pause_timeout=config.weight_sync.timeout,
             trust_remote_code=config.model.trust_remote_code,
+            # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
+            block_size=CPU_BLOCK_SIZE if on_cpu else None,
             executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
             environment=engine_environment(config, number) if on_cpu else {},
         )
         for number in range(engine.count)
     ]
+
+
+def engine_threads(config: Config) -> int:
+    """Threads of one engine on CPU: unless configured, all engines together take half of the cores."""
+    return config.engine.cpu_threads or max(1, cpu_cores() // 2 // config.engine.count)
+
+
+def learner_threads(config: Config) -> int:
+    """Threads of one learner rank: unless configured, on CPU, all ranks together take half of the cores.
+
+    Engines and learner compute at the same time. With more threads than cores each would wait at every parallel region
+    for a thread that the other keeps off its core.
+    """
+    if config.learner.cpu_threads or device_kind(config) == "gpu":
+        return config.learner.cpu_threads
+    return max(1, cpu_cores() // 2 // config.learner.ranks)
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def engine_environment(config: Config, number: int) -> dict[str, str]:
@@ -101,7 +126,7 @@ def engine_environment(config: Config, number: int) -> dict[str, str]:
     # variable; the engine core still is a process of its own.
     return environment | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": str(config.engine.cpu_threads or 1),
+        "OMP_NUM_THREADS": str(engine_threads(config)),
     }
 
 
