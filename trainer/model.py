@@ -30,7 +30,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-EMBEDDED_FORMAT = 1
+EMBEDDED_FORMAT = 2
 """Raise it when the conversion changes, so that folders of the older one are not used."""
 
 
@@ -123,9 +123,9 @@ def _locate(
         if found is not None:
             return found, f"hub model {hub_id}", "model.path is auto and the run is on GPU (model.hub_id)"
         why = f"{hub_id} is not in the hub's cache and the hub does not answer"
-        return _embedded(cache), f"embedded {EMBEDDED_NAME}", why
+        return embedded_model(cache), f"embedded {EMBEDDED_NAME}", why
     if path == "auto":
-        return _embedded(cache), f"embedded {EMBEDDED_NAME}", "model.path is auto and the run is on CPU"
+        return embedded_model(cache), f"embedded {EMBEDDED_NAME}", "model.path is auto and the run is on CPU"
     if path.startswith(FACTORY_PREFIX):
         return _from_factory(path, cache), f"built by {path.removeprefix(FACTORY_PREFIX)}", "model.path names a factory"
     folder = Path(path).expanduser()
@@ -164,8 +164,9 @@ def _from_hub(hub_id: str, reachable: Callable[[], bool]) -> Path | None:
         raise ModelError(f"the hub model {hub_id} cannot be fetched: {error}") from error
 
 
-def _embedded(cache: Path) -> Path:
-    """The embedded model, converted into the cache once."""
+def embedded_model(cache: Path | None = None) -> Path:
+    """The folder of the embedded model, converted into the cache (default: :func:`default_cache_dir`) once."""
+    cache = cache or default_cache_dir()
     name = f"{EMBEDDED_NAME}-bf16-v{EMBEDDED_FORMAT}"
     gguf = embedded.find_gguf()
     if gguf is None:

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from generator.task import ModelError
@@ -240,21 +239,8 @@ def test_without_the_package_the_embedded_model_says_how_to_install_it(tmp_path,
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGML" + bytes(100))
-    with pytest.raises(ModelError, match="does not start with the bytes GGUF"):
+    with pytest.raises(ModelError, match=r"x\.gguf is not a GGUF file"):
         embedded.convert(tmp_path / "x.gguf", tmp_path)
-    (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\x00\x00\x00\x01")
-    with pytest.raises(ModelError, match="not a readable GGUF file"):
-        embedded.convert(tmp_path / "x.gguf", tmp_path)
-
-
-def test_rounding_to_bfloat16_is_to_nearest_with_ties_to_even():
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(0)
-    values = np.concatenate(
-        [rng.standard_normal(10_000).astype(np.float32), np.array([1.00390625, 1.01171875, 0.0, -0.0], np.float32)]
-    )
-    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    assert np.array_equal(embedded._bfloat16_bits(values), expected)
 
 
 @pytest.mark.engine
