@@ -85,7 +85,7 @@ class LearnerConfig:
     packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
     logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
     gradient_checkpointing: bool = False
-    cpu_threads: int = 0  # 0: on CPU half of the cores, shared by the ranks; on GPU torch's default
+    cpu_threads: int = 0  # 0: on CPU the cores, shared by the ranks; on GPU torch's default
     timeout: float = 1800.0  # seconds a learner call may take
 
 

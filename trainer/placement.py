@@ -102,14 +102,14 @@ def engine_threads(config: Config) -> int:
 
 
 def learner_threads(config: Config) -> int:
-    """Threads of one learner rank: unless configured, on CPU, all ranks together take half of the cores.
+    """Threads of one learner rank: unless configured, on CPU, all ranks together have a thread for every core.
 
-    Engines and learner compute at the same time. With more threads than cores each would wait at every parallel region
-    for a thread that the other keeps off its core.
+    More threads than cores in all, because engines often wait for the learner, which then has their cores. Threads
+    must wait without spinning for that: see ``trainer.run``.
     """
     if config.learner.cpu_threads or device_kind(config) == "gpu":
         return config.learner.cpu_threads
-    return max(1, cpu_cores() // 2 // config.learner.ranks)
+    return max(1, cpu_cores() // config.learner.ranks)
 
 
 def cpu_cores() -> int:

@@ -116,6 +116,9 @@ async def save_on_interrupt(parts: Parts) -> None:
 def _ray_session(config: Config) -> Iterator[None]:
     """The configured cluster, or a local instance that listens on loopback only and ends with the run."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.hardware == "cpu":
+        # Engines and learner share the cores: a thread that spins at a barrier takes a core from the one it waits for.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import ray
 
     # It announces at every start that its token authentication is on, which is what we want.
