@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from generator.orphan import announce_parent
 from generator.resume import Finished, Sampling, Submission, next_submission
 from generator.rollout import Rollout, Segment
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 1.0
+"""How long vLLM's processes may take to end before they are killed: they hold nothing that must be saved."""
 
 
 class EngineError(RuntimeError):
@@ -62,6 +66,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         os.environ.update(settings.environment)
+        announce_parent()
         self.settings = settings
         self.version: int | None = None
         self._llm: AsyncLLM | None = None
@@ -84,7 +89,7 @@ class Engine:
         """End the engine's processes. Safe to call twice."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
 
     @property
     def llm(self) -> AsyncLLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from generator.engine import EngineSettings
 from generator.pool import Resources
@@ -134,6 +135,22 @@ def engine_room(config: Config) -> int:
     """Groups that may be sampled or scored at a time: more than the engines run, so that none waits for the driver."""
     running = config.engine.count * config.engine.max_running
     return max(1, ROOM_FACTOR * running // config.sampling.group_size)
+
+
+def check_resources(config: Config, available: Mapping[str, float]) -> None:
+    """Raise :class:`ConfigError` when the Ray cluster has fewer GPUs than the configuration reserves.
+
+    ``available`` are the cluster's resources. Without this check the start would wait for them until its deadline.
+    """
+    if device_kind(config) == "cpu":
+        return
+    engines, ranks = config.engine.count * config.engine.tensor_parallel, config.learner.ranks
+    there = int(available.get("GPU", 0))
+    if engines + ranks > there:
+        raise ConfigError(
+            f"the run needs {engines + ranks} GPUs (`engine.count` x `engine.tensor_parallel` = {engines}, and "
+            f"`learner.ranks` = {ranks}), but {there} are there"
+        )
 
 
 def engine_resources(config: Config) -> Resources:

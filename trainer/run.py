@@ -20,7 +20,7 @@ from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.dotted import DottedPathError
 from trainer.inputs import Inputs, load_inputs
-from trainer.placement import device_kind
+from trainer.placement import check_resources, device_kind
 from trainer.state import LEARNER_FOLDER, continue_from, find_checkpoint, read_state, save_checkpoint
 from trainer.watch import RunFolderError, Watch
 
@@ -49,6 +49,9 @@ def run(config: Config) -> int:
         watch.waiting("starting Ray")
         with _ray_session(config):
             return asyncio.run(supervise(config, inputs, watch, checkpoint))
+    except ConfigError as error:
+        watch.close("failed", error)
+        raise
     except KeyboardInterrupt:  # before the event loop has its signal handlers
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -127,6 +130,7 @@ def _ray_session(config: Config) -> Iterator[None]:
     where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
     try:
+        check_resources(config, ray.cluster_resources())
         yield
     finally:
         ray.shutdown()

@@ -151,6 +151,7 @@ class TestAFinishedRun:
         (["recipe=ci_tiny", "model.path=/nowhere/model"], ["/nowhere/model"]),
         (["recipe=ci_tiny", "reward=recipes.ci_tiny.reward.nothing"], ["nothing"]),
         (["recipe=gsm8k_fully_async", "data.path=/nowhere/train.jsonl"], ["/nowhere/train.jsonl"]),
+        (["recipe=ci_tiny", "engine.max_model_len=25"], ["prompt of row", "engine.max_model_len"]),
     ],
 )
 def test_bad_input_ends_with_exit_code_2_and_one_readable_message(overrides, words, tmp_path):
@@ -205,11 +206,35 @@ def interrupt_after(lines_with: str, signal_number: int, folder: Path, *override
     return process.returncode, time.monotonic() - sent, "".join(output) + rest
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_writes_a_checkpoint_exits_with_130_and_leaves_no_process(signal_number, tmp_path):
-    code, _, output = interrupt_after("step 2/", signal_number, tmp_path, "logger.wandb.mode=disabled")
+def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_path):
+    code, _, output = interrupt_after("step 2/", signal.SIGINT, tmp_path, "logger.wandb.mode=disabled")
     assert code == 130, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    assert (tmp_path / "checkpoints" / f"step_{summary['policy_version']}").is_dir()
+    assert list((tmp_path / "checkpoints").glob("step_*"))
     assert no_process_left(), processes_of_this_test()
+
+    steps = summary["policy_version"] + 2
+    done = subprocess.run(
+        command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled"),
+        capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", steps, steps)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1] == steps
+    assert lines == sorted(set(lines))
+
+
+def test_a_killed_run_leaves_no_process(tmp_path):
+    code, _, output = interrupt_after("step 1/", signal.SIGKILL, tmp_path, "logger.wandb.mode=disabled")
+    assert code == -signal.SIGKILL, output
+    assert no_process_left(patience=60), processes_of_this_test()
+
+
+def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_path):
+    code, _, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path, "logger.wandb.mode=disabled")
+    assert code == 130, output
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    assert no_process_left(patience=60), processes_of_this_test()

@@ -1,0 +1,42 @@
+"""README and docs name only what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainer.checks import all_keys
+from trainer.compose import GROUPS, compose_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+OVERRIDE = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)*)=(?=[\w/.\[])")
+NOT_OURS = {"TESTS", "ARGS", "RECIPE", "python", "token"}
+
+
+def names(page: Path) -> set[str]:
+    """The keys of everything on the page that looks like an override, in code only."""
+    code = "\n".join(re.findall(r"```.*?```|`[^`]+`", page.read_text(), flags=re.DOTALL))
+    return {match for match in OVERRIDE.findall(code) if match not in NOT_OURS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_only_keys_that_exist(page):
+    known = {*all_keys(), *GROUPS}
+    assert not {name for name in names(page) if name not in known and not name.startswith("data.options.")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_train_command_on_a_page_composes(page):
+    for line in re.findall(r"^make train(.*)$", page.read_text(), flags=re.MULTILINE):
+        command = line.split("#")[0]
+        recipe = re.search(r"RECIPE=(\w+)", command)
+        arguments = re.search(r'ARGS="([^"]*)"', command)
+        overrides = arguments[1].split() if arguments else []
+        compose_config([f"recipe={recipe[1] if recipe else 'gsm8k_fully_async'}", "hardware=cpu", *overrides])
+
+
+def test_relative_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
