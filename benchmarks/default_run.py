@@ -66,11 +66,16 @@ def measure(recipe: str, seed: int, overrides: list[str], folder: Path) -> dict[
     first_step: float | None = None
     output = []
     assert process.stdout is not None
-    for line in process.stdout:
-        output.append(line)
-        if first_step is None and re.match(r"step 1/", line):
-            first_step = time.monotonic() - started
-    code = process.wait()
+    try:
+        for line in process.stdout:
+            output.append(line)
+            if first_step is None and re.match(r"step +1/", line):
+                first_step = time.monotonic() - started
+        code = process.wait()
+    finally:
+        if process.poll() is None:  # this program was interrupted: so is the run, which cleans up by itself
+            process.terminate()
+            process.wait()
     wall = time.monotonic() - started
     if code != 0:
         raise RuntimeError(f"{' '.join(command)} exited with {code}:\n{''.join(output)}")

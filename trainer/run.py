@@ -122,11 +122,14 @@ def _ray_session(config: Config) -> Iterator[None]:
     if config.hardware == "cpu":
         # Engines and learner share the cores: a thread that spins at a barrier takes a core from the one it waits for.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if config.ray.address is None:
+        # What makes Ray listen on loopback only, on Linux too (2.60); `_node_ip_address` is replaced by an outer one.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
     # It announces at every start that its token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 256 << 20}
+    local = {"include_dashboard": False, "object_store_memory": 256 << 20}
     where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
     try:

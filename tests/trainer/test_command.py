@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,8 +189,8 @@ def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content,
         assert word in done.stderr.lower()
 
 
-def interrupt_after(lines_with: str, signal_number: int, folder: Path, *overrides: str) -> tuple[int, float, str]:
-    """Start the command, wait for a line of output, send the signal; exit code, seconds to the end, all output."""
+def interrupt_after(line_like: str, signal_number: int, folder: Path, *overrides: str) -> tuple[int, float, str]:
+    """Start the command, wait for a line of output like a pattern, send the signal; exit code, seconds to the end, all output."""
     process = subprocess.Popen(
         command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", *overrides),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
@@ -198,7 +199,7 @@ def interrupt_after(lines_with: str, signal_number: int, folder: Path, *override
     assert process.stdout is not None
     for line in process.stdout:
         output.append(line)
-        if lines_with in line:
+        if re.search(line_like, line):
             break
     process.send_signal(signal_number)
     sent = time.monotonic()
@@ -207,7 +208,7 @@ def interrupt_after(lines_with: str, signal_number: int, folder: Path, *override
 
 
 def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_path):
-    code, _, output = interrupt_after("step 2/", signal.SIGINT, tmp_path, "logger.wandb.mode=disabled")
+    code, _, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path, "logger.wandb.mode=disabled")
     assert code == 130, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted"
@@ -228,7 +229,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_p
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):
-    code, _, output = interrupt_after("step 1/", signal.SIGKILL, tmp_path, "logger.wandb.mode=disabled")
+    code, _, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path, "logger.wandb.mode=disabled")
     assert code == -signal.SIGKILL, output
     assert no_process_left(patience=60), processes_of_this_test()
 
