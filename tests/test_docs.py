@@ -7,6 +7,8 @@ import pytest
 
 from trainer.checks import all_keys
 from trainer.compose import GROUPS, compose_config
+from trainer.reference import FOLDER
+from trainer.reference import PAGES as GENERATED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -40,3 +42,12 @@ def test_relative_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_generated_page_is_what_the_code_says_now(name):
+    assert (FOLDER / name).read_text() == GENERATED[name](), "run `python -m trainer.reference`"
+
+
+def test_every_configuration_key_has_a_meaning():
+    assert "|  |" not in GENERATED["configuration.md"]()

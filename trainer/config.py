@@ -18,7 +18,7 @@ class ModelConfig:
     hub_id: str = "Qwen/Qwen2.5-1.5B-Instruct"  # what `auto` means on GPU
     dtype: str = "auto"  # engine and forward dtype: auto, float32, bfloat16; auto: bfloat16 where the hardware has it
     cache_dir: str | None = None  # converted models; default: $XDG_CACHE_HOME/midflight
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run code that comes with a hub model
 
 
 @dataclass
@@ -38,12 +38,12 @@ class SamplingConfig:
     group_size: int = 8  # rollouts of a prompt
     max_tokens: int = 256  # response budget, cumulative over all resumes
     min_tokens: int = 0  # no end-of-sequence before this many response tokens
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
+    temperature: float = 1.0  # of sampling; the learner divides its logits by it too
+    top_p: float = 1.0  # must stay 1.0 in training: the learner compares full distributions
+    top_k: int = 0  # must stay 0 (off) in training, for the same reason
+    min_p: float = 0.0  # must stay 0.0 in training, for the same reason
     stop_token_ids: list[int] = field(default_factory=list)  # besides the model's own end-of-sequence ids
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # go on past the model's end-of-sequence ids
 
 
 @dataclass
@@ -59,7 +59,7 @@ class AlgorithmConfig:
     objective: str = "ppo_clip"  # ppo_clip, reinforce
     proximal: str = "current"  # anchor of the ratio: current (one update a batch) or behaviour (ratio to the sampler)
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # the upper end of the clip range
     correction: str = "token_truncate"  # behaviour correction: token_truncate (TIS), token_mask, none
     correction_cap: float = 2.0  # largest importance weight
     aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum
@@ -68,35 +68,35 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = 1e-6
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
+    learning_rate: float = 1e-6  # of AdamW, constant after the warm-up
+    weight_decay: float = 0.0  # of AdamW
+    beta1: float = 0.9  # decay of AdamW's first moment
+    beta2: float = 0.95  # decay of AdamW's second moment
+    eps: float = 1e-8  # AdamW's epsilon
+    warmup_steps: int = 0  # steps over which the learning rate rises linearly
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
 
 @dataclass
 class LearnerConfig:
     ranks: int = 1  # data-parallel DeepSpeed ranks
-    zero_stage: int = 0
+    zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
     micro_batch_tokens: int = 4096  # token budget of a micro-batch, padding counted
     packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
     logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
     cpu_threads: int = 0  # 0: on CPU the cores, shared by the ranks; on GPU torch's default
     timeout: float = 1800.0  # seconds a learner call may take
 
 
 @dataclass
 class EngineConfig:
-    count: int = 1
-    tensor_parallel: int = 1
+    count: int = 1  # engines
+    tensor_parallel: int = 1  # workers that share the model of an engine
     max_running: int = 64  # sequences an engine runs at a time
     max_model_len: int = 0  # context length; 0: longest prompt plus sampling.max_tokens
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.85
+    enforce_eager: bool = False  # no compilation and no CUDA graphs: a quicker start, slower steps
+    gpu_memory_utilization: float = 0.85  # share of a GPU's memory that an engine takes
     kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: enough for max_running sequences
     cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: half of the cores, shared
     cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
@@ -127,16 +127,16 @@ class RolloutLogConfig:
 @dataclass
 class TableLogConfig:
     every: int = 5  # print a table of completions each n-th step; 0: never
-    rows: int = 4
+    rows: int = 4  # completions in a table
 
 
 @dataclass
 class WandbConfig:
     mode: str = "auto"  # auto: online when logged in, else offline; online, offline, disabled
-    project: str = "midflight"
-    entity: str | None = None
-    name: str | None = None
-    group: str | None = None
+    project: str = "midflight"  # wandb project
+    entity: str | None = None  # wandb user or team
+    name: str | None = None  # name of the wandb run
+    group: str | None = None  # group of the wandb run
 
 
 @dataclass
@@ -150,7 +150,7 @@ class LoggerConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only at the end and on interrupt
-    keep: int = 2
+    keep: int = 2  # newest checkpoints that are kept
 
 
 @dataclass
@@ -168,9 +168,9 @@ class Config:
     name: str = MISSING  # the recipe's name; its YAML file sets it
     task: str = MISSING  # dotted path of the task factory
     hardware: str = "auto"  # auto, cpu, gpu, cluster: set by the hardware group
-    seed: int = 0
+    seed: int = 0  # of data order, learner and engines
     steps: int = MISSING  # optimizer steps
-    run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
+    run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"  # the run folder
     resume: str = "auto"  # auto, never, or the path of a checkpoint
     reward: Any = None  # dotted path, or a list of {name, function, weight}; none: the task's own
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -190,7 +190,7 @@ def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content,
 
 
 def interrupt_after(line_like: str, signal_number: int, folder: Path, *overrides: str) -> tuple[int, float, str]:
-    """Start the command, wait for a line of output like a pattern, send the signal; exit code, seconds to the end, all output."""
+    """Start the command, wait for a line of output like a pattern, send the signal; exit code, seconds, output."""
     process = subprocess.Popen(
         command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", *overrides),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
