@@ -1,6 +1,6 @@
 """All engines together: starts them as Ray actors, routes groups to them, and takes part in a push.
 
-The pool is the only module that knows engines are Ray actors. Every call to an engine has a deadline; an error of an
+Every call to an engine has a deadline; an error of an
 engine reaches the caller with its cause. A push costs the driver one call per engine and step, however many rollouts
 are in flight.
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHUTDOWN_SECONDS = 10.0
+SHUTDOWN_SECONDS = 5.0
 
 MAX_CONCURRENT_CALLS = 100_000
 """Groups an engine actor may hold at once; admission, not the actor, is what bounds concurrency."""
@@ -118,29 +118,25 @@ class EnginePool:
         await self._all("resume", self._step_timeout, self.version)
 
     async def _all(self, method: str, seconds: float, *arguments: Any) -> list[Any]:
-        """Call ``method`` on every engine and wait for all of them; the first failure is raised after all returned."""
-        calls = [
+        """Call ``method`` on every engine, side by side; the first failure is raised at once."""
+        calls = (
             _named(settings.name, method, getattr(handle, method).remote(*arguments), seconds)
             for settings, handle in zip(self._settings, self.handles, strict=True)
-        ]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return list(results)
+        )
+        return list(await asyncio.gather(*calls))
 
 
 async def _named(name: str, method: str, reference: Any, seconds: float | None = None) -> Any:
     """Await a call to an engine; failures and missed deadlines name the engine and the call."""
     try:
         return await asyncio.wait_for(_ref(reference), seconds)
-    except TimeoutError as error:
-        raise EngineError(f"{name} did not answer `{method}` within {seconds:.0f} s") from error
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(getattr(error, "cause", None), BaseException) else error
         raise EngineError(f"{name} failed in `{method}`: {_root(cause)}") from cause
     except ray.exceptions.RayActorError as error:
         raise EngineError(f"{name} died during `{method}`: {error}") from error
+    except TimeoutError as error:  # last: what Ray raises for a remote TimeoutError is one too
+        raise EngineError(f"{name} did not answer `{method}` within {seconds:.0f} s") from error
 
 
 def _root(error: BaseException) -> str:

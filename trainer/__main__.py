@@ -11,9 +11,10 @@ import hydra
 from omegaconf import DictConfig
 
 from trainer.checks import ConfigError
-from trainer.compose import CONFIG_MODULE, compose_config, prepared, typed
+from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, typed
 
 EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
@@ -29,13 +30,17 @@ def main() -> int:
             exit_codes.append(run(typed(composed)))
         except ConfigError as error:
             exit_codes.append(_complain(error))
+        if exit_codes[-1] == EXIT_INTERRUPTED:
+            sys.exit(EXIT_INTERRUPTED)  # ends a --multirun too
 
-    if not any(argument.startswith("-") for argument in sys.argv[1:]):
-        # Compose once before Hydra does: its own errors are neither readable nor told apart by the exit code.
-        try:
-            compose_config(sys.argv[1:])
-        except ConfigError as error:
-            return _complain(error)
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    try:
+        # Before Hydra: its own errors are neither readable nor told apart by the exit code.
+        check_keys(overrides)
+        if len(overrides) == len(sys.argv[1:]):
+            compose_config(overrides)
+    except ConfigError as error:
+        return _complain(error)
     job()
     return max(exit_codes, default=0)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from generator.pool import EnginePool
 from trainer.admission import Admission
 from trainer.config import Config
-from trainer.data import PromptStream
 from trainer.inputs import Inputs
 from trainer.placement import (
     device_kind,
@@ -29,16 +28,22 @@ if TYPE_CHECKING:
     from trainer.learner_group import LearnerGroup
     from trainer.loop import Parts
 
+INNER_SHARE = 0.8
+"""Calls inside a step of a push get this share of the step's deadline, so that their errors, which name the engine,
+come before the step's own, which cannot."""
+
 
 @asynccontextmanager
-async def assemble(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterator[Parts]:
-    """Start engines and learner, connect them, and yield the parts that the algorithm works with."""
-    stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+async def assemble(config: Config, inputs: Inputs, watch: Watch, first_step: int) -> AsyncIterator[Parts]:
+    """Start engines and learner, connect them, and yield the parts that the algorithm works with.
+
+    ``first_step`` is the number of optimizer steps made before, in the run that this one continues.
+    """
     engines = EnginePool(
-        engine_settings(config, inputs.model, stream.longest_prompt),
+        engine_settings(config, inputs.model, inputs.prompts.longest_prompt, first_step),
         engine_resources(config),
         config.engine.start_timeout,
-        config.weight_sync.timeout,
+        INNER_SHARE * config.weight_sync.timeout,
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engines.shutdown)
@@ -51,7 +56,7 @@ async def assemble(config: Config, inputs: Inputs, watch: Watch) -> AsyncIterato
             starting.create_task(learner.start())
         watch.waiting("connecting learner and engines, pushing the first version")
         await _connect(config, learner, engines)
-        yield _parts(config, inputs, watch, stream, engines, learner)
+        yield _parts(config, inputs, watch, engines, learner)
 
 
 def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
@@ -82,18 +87,16 @@ async def _connect(config: Config, learner: LearnerGroup, engines: EnginePool) -
         world_size=1 + config.engine.count * config.engine.tensor_parallel,
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
-        transfer_timeout=sync.timeout,
+        transfer_timeout=INNER_SHARE * sync.timeout,
     )
 
 
-def _parts(
-    config: Config, inputs: Inputs, watch: Watch, stream: PromptStream, engines: EnginePool, learner: LearnerGroup
-) -> Parts:
+def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, learner: LearnerGroup) -> Parts:
     from trainer.loop import Parts
 
     return Parts(
         config=config,
-        prompts=stream,
+        prompts=inputs.prompts,
         engines=engines,
         rewards=RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers),
         decode=lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True),

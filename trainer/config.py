@@ -97,7 +97,7 @@ class EngineConfig:
     max_model_len: int = 0  # context length; 0: longest prompt plus sampling.max_tokens
     enforce_eager: bool = False  # no compilation and no CUDA graphs: a quicker start, slower steps
     gpu_memory_utilization: float = 0.85  # share of a GPU's memory that an engine takes
-    kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: enough for max_running sequences
+    kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: 512
     cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: half of the cores, shared
     cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
     start_timeout: float = 900.0  # seconds until an engine must have started
@@ -160,7 +160,7 @@ class RayConfig:
 
 @dataclass
 class ShutdownConfig:
-    timeout: float = 25.0  # seconds from an interrupt to the end of the process
+    timeout: float = 20.0  # seconds that writing the checkpoint of an interrupted run may take
 
 
 @dataclass

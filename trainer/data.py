@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from generator.rollout import Prompt
-from generator.task import DataError, Messages
+from generator.task import DataError, Messages, ModelError
 
 RESERVED_COLUMNS = ("prompts", "completions")
 """Names under which reward functions get the texts; a data set column cannot have them."""
@@ -47,7 +47,7 @@ def build_prompts(
         if isinstance(prompt, str):
             texts.append(prompt)
         else:
-            texts.append(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+            texts.append(_chat_text(tokenizer, prompt))
     token_ids: list[list[int]] = [[] for _ in rows]
     for kind in {*chats}:
         chosen = [index for index, chat in enumerate(chats) if chat is kind]
@@ -59,6 +59,16 @@ def build_prompts(
         _check(index, row, text, ids, max_tokens)
         prompts.append(Prompt(index, tuple(ids), text, dict(row)))
     return prompts
+
+
+def _chat_text(tokenizer: Tokenizer, chat: Messages) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of the model's own and may raise anything
+        raise ModelError(
+            f"the model's chat template cannot render the recipe's prompt ({type(error).__name__}: {error}); take an "
+            "instruction-tuned model, or a recipe with plain prompts"
+        ) from error
 
 
 def _check(index: int, row: Mapping[str, Any], text: str, ids: list[int], max_tokens: int) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from generator.rollout import Prompt
 from generator.task import Task, TaskContext, TaskData
 from trainer.config import Config
-from trainer.data import build_prompts
+from trainer.data import PromptStream, build_prompts
 from trainer.dotted import resolve_dotted
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
 from trainer.placement import device_kind, prompt_limit
@@ -22,7 +21,7 @@ class Inputs:
     data: TaskData
     model: ResolvedModel
     tokenizer: Any
-    prompts: list[Prompt]
+    prompts: PromptStream
     rewards: tuple[RewardPart, ...]
 
 
@@ -41,4 +40,5 @@ def load_inputs(config: Config) -> Inputs:
     )
     tokenizer = load_tokenizer(model.path)
     prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
-    return Inputs(data, model, tokenizer, prompts, rewards)
+    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    return Inputs(data, model, tokenizer, stream, rewards)

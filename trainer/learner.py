@@ -116,7 +116,7 @@ class Learner:
             "rollouts/without_signal": plan.skipped_rollouts,
             "timing/forward_backward_seconds": accumulated - started,
             "timing/optimizer_seconds": finished - accumulated,
-            "throughput/trained_tokens_per_second": plan.denominators.tokens / (finished - started),
+            "throughput/learner_tokens_per_second": plan.denominators.tokens / (finished - started),
         }
 
     @torch.no_grad()

@@ -216,7 +216,12 @@ class LearnerGroup:
 
     async def _wait(self, method: str, refs: list[Any]) -> list[Any]:
         calls = [_as_future(ref) for ref in refs]
-        done, pending = await asyncio.wait(calls, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            done, pending = await asyncio.wait(calls, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            for call in calls:  # whatever they end with now, nobody waits for it
+                call.cancel()
+            raise
         if any(call.exception() for call in done) and pending:
             await asyncio.wait(pending, timeout=_SIBLING_GRACE)
         errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from generator.pool import EnginePool
@@ -32,10 +32,17 @@ from trainer.watch import Watch
 from trainer.watch.metrics import push_record
 from weight_sync.push import Pusher
 
+UNSCORED_BATCHES = 3
+"""So many batches of groups without any reward in a row end the run: it would never get a batch to learn from."""
+
+
+class RewardError(RuntimeError):
+    """The reward functions do not score what is sampled."""
+
 
 @dataclass
 class Parts:
-    """What the algorithm works with. ``trainer.run`` builds the parts and owns their lifetime."""
+    """What the algorithm works with. ``trainer.assembly`` builds the parts and owns their lifetime."""
 
     config: Config
     prompts: PromptStream
@@ -52,7 +59,12 @@ class Parts:
     steps_done: int = 0
     """Optimizer steps made, those before a checkpoint was continued included."""
     in_training: Batch | None = None
-    """The batch of the step in progress."""
+    """The batch of the optimizer step in progress."""
+    unreported: Batch | None = None
+    """The batch of a step that is made but not yet shown and written."""
+    serial: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers the groups of a run: a prompt can be in flight twice."""
+    unscored_in_a_row: int = 0
 
 
 async def train(parts: Parts) -> None:
@@ -82,9 +94,10 @@ async def produce(parts: Parts) -> None:
 
 async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
     """Sample one group to its end, across any number of pushes, score it and put it into the buffer."""
+    number = next(parts.serial)
     rollouts = [
-        Rollout(id=f"{prompt.id}-{version}-{number}", prompt_token_ids=prompt.token_ids)
-        for number in range(parts.config.sampling.group_size)
+        Rollout(id=f"{number}-{member}", prompt_token_ids=prompt.token_ids)
+        for member in range(parts.config.sampling.group_size)
     ]
     with parts.watch.trace.span("engine", f"prompt {prompt.id}", version=version):
         finished = await parts.engines.generate(rollouts)
@@ -93,20 +106,33 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
         group = Group(prompt, await parts.rewards.score(prompt, finished, texts), version)
     parts.watch.finished(group)
     if all(rollout.reward is None for rollout in group.rollouts):
-        parts.watch.count("tokens/lost", sum(len(rollout.response_token_ids) for rollout in finished))
-        parts.prompts.done(prompt)
-        parts.admission.failed("unscored")
-        parts.place_freed.set()
-        return
-    parts.admission.finished()
-    parts.buffer.put(group)
+        unscored(parts, group)
+    else:
+        parts.unscored_in_a_row = 0
+        parts.admission.finished()
+        parts.buffer.put(group)
+    parts.place_freed.set()
+
+
+def unscored(parts: Parts, group: Group) -> None:
+    """No rollout of the group got a reward: it is lost and counted. Raises when that goes on and on."""
+    parts.watch.count("tokens/lost", sum(len(scored.rollout.response_token_ids) for scored in group.rollouts))
+    parts.prompts.done(group.prompt)
+    parts.admission.failed("unscored")
+    parts.unscored_in_a_row += 1
+    if parts.unscored_in_a_row >= UNSCORED_BATCHES * parts.config.batch.prompts:
+        counts = {name: count for name, count in parts.rewards.take_counts().items() if count}
+        raise RewardError(
+            f"the last {parts.unscored_in_a_row} prompt groups got no reward at all ({counts}); the warnings above say "
+            "what the reward functions raised or returned"
+        )
 
 
 async def learn(parts: Parts) -> None:
     """Batch, optimizer step, push; until ``config.steps`` are done."""
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        batch = parts.in_training = await next_batch(parts)
+        parts.in_training = batch = await next_batch(parts)
         waited = time.monotonic() - started
 
         version = parts.admission.version
@@ -116,20 +142,29 @@ async def learn(parts: Parts) -> None:
         metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
         await push(parts, version + 1)
 
-        metrics |= parts.rewards.take_counts()
-        await asyncio.to_thread(
-            parts.watch.step, parts.steps_done, metrics, batch.groups, batch.advantages, version=version
-        )
+        await asyncio.to_thread(report_step, parts, metrics)
         await maybe_checkpoint(parts)
 
 
 def step_done(parts: Parts) -> None:
     """The learner has made the optimizer step on ``in_training``: its prompts are dealt with."""
     assert parts.in_training is not None
+    batch, parts.in_training = parts.in_training, None
+    parts.unreported = batch
     parts.steps_done += 1
-    for group in parts.in_training.groups:
+    for group in batch.groups:
         parts.prompts.done(group.prompt)
-    parts.in_training = None
+
+
+def report_step(parts: Parts, metrics: dict[str, float]) -> None:
+    """Show and write the step just done."""
+    assert parts.unreported is not None
+    batch, parts.unreported = parts.unreported, None
+    parts.watch.count("tokens/lost", batch.unscored_tokens)
+    counts = parts.rewards.take_counts()
+    del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
+    version = parts.steps_done - 1
+    parts.watch.step(parts.steps_done, metrics | counts, batch.groups, batch.advantages, version=version)
 
 
 async def next_batch(parts: Parts) -> Batch:
@@ -163,7 +198,7 @@ async def push(parts: Parts, version: int) -> None:
 async def maybe_checkpoint(parts: Parts) -> None:
     """Write a checkpoint where ``checkpoint.every`` asks for one."""
     every = parts.config.checkpoint.every
-    if every and parts.steps_done % every == 0:
+    if every and parts.steps_done % every == 0 and parts.steps_done < parts.config.steps:
         await save_checkpoint(parts)
 
 

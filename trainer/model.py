@@ -87,7 +87,7 @@ def load_tokenizer(path: str) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # `tokenizers` raises plain Exception for a file that it cannot read
         raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
 

@@ -19,6 +19,7 @@ KV_BYTES_ON_CPU = 512 << 20
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV-cache block on CPU: the smallest that vLLM's CPU attention has."""
 ROOM_FACTOR = 2
+SEED_STRIDE = 1000
 
 
 def device_kind(config: Config) -> DeviceKind:
@@ -66,8 +67,10 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> S
     )
 
 
-def engine_settings(config: Config, model: ResolvedModel, longest_prompt: int) -> list[EngineSettings]:
-    """The settings of every engine."""
+def engine_settings(
+    config: Config, model: ResolvedModel, longest_prompt: int, first_step: int = 0
+) -> list[EngineSettings]:
+    """The settings of every engine. A continued run samples from other random streams than its first part did."""
     engine = config.engine
     max_model_len = engine.max_model_len or longest_prompt + config.sampling.max_tokens
     on_cpu = device_kind(config) == "cpu"
@@ -80,18 +83,18 @@ def engine_settings(config: Config, model: ResolvedModel, longest_prompt: int) -
             max_model_len=max_model_len,
             max_running=engine.max_running,
             transfer_backend=transfer_backend(config),
-            seed=config.seed + number,
+            seed=config.seed + number + SEED_STRIDE * first_step,
             tensor_parallel=engine.tensor_parallel,
             enforce_eager=engine.enforce_eager,
             gpu_memory_utilization=engine.gpu_memory_utilization,
             kv_cache_bytes=((engine.kv_cache_mib << 20) or KV_BYTES_ON_CPU) if on_cpu else None,
             rollout_timeout=engine.rollout_timeout,
-            pause_timeout=config.weight_sync.timeout,
+            pause_timeout=0.6 * config.weight_sync.timeout,  # inside the pool's deadline for the same call
             trust_remote_code=config.model.trust_remote_code,
             # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
             block_size=CPU_BLOCK_SIZE if on_cpu else None,
             executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
-            environment=engine_environment(config, number) if on_cpu else {},
+            environment=engine_environment(config) if on_cpu else {},
         )
         for number in range(engine.count)
     ]
@@ -118,8 +121,8 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def engine_environment(config: Config, number: int) -> dict[str, str]:
-    """Environment variables of engine ``number`` on CPU."""
+def engine_environment(config: Config) -> dict[str, str]:
+    """Environment variables of an engine on CPU."""
     environment = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
     if config.engine.tensor_parallel > 1:
         return environment | {"VLLM_CPU_OMP_THREADS_BIND": config.engine.cpu_threads_bind}

@@ -35,7 +35,8 @@ def rows(schema: type, prefix: str, comments: dict[tuple[str, str], str]) -> lis
     """(key, default, meaning) of every leaf below ``schema``, depth first."""
     result = []
     for item in dataclasses.fields(schema):
-        key, factory = prefix + item.name, item.default_factory
+        key = prefix + item.name
+        factory: Any = item.default_factory
         if isinstance(factory, type) and dataclasses.is_dataclass(factory):
             result += rows(factory, key + ".", comments)
             continue

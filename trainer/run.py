@@ -21,26 +21,28 @@ from trainer.config import Config
 from trainer.dotted import DottedPathError
 from trainer.inputs import Inputs, load_inputs
 from trainer.placement import check_resources, device_kind
-from trainer.state import LEARNER_FOLDER, continue_from, find_checkpoint, read_state, save_checkpoint
+from trainer.state import LEARNER_FOLDER, RunState, continue_from, find_checkpoint, load_state, save_checkpoint
 from trainer.watch import RunFolderError, Watch
 
 if TYPE_CHECKING:
     from trainer.loop import Parts
-
-logger = logging.getLogger(__name__)
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
 def run(config: Config) -> int:
     """Run to the end and return the exit code. Raises :class:`ConfigError` for bad input, before engines start."""
+    # Until the event loop has its own handlers, SIGTERM is the same as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         inputs = load_inputs(config)
         checkpoint = find_checkpoint(config)
-        resume_step = read_state(checkpoint).step if checkpoint else None
-        watch = Watch(config, config.run_dir, resume_step=resume_step)
+        state = load_state(checkpoint, config, inputs.prompts) if checkpoint else None
+        watch = Watch(config, config.run_dir, resume_step=state.step if state else None)
     except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     logging.basicConfig(handlers=[watch.log_handler], level=logging.WARNING, format="%(message)s")
     watch.source("data", inputs.data.source, inputs.data.reason)
     watch.source("model", inputs.model.source, inputs.model.reason)
@@ -48,16 +50,21 @@ def run(config: Config) -> int:
     try:
         watch.waiting("starting Ray")
         with _ray_session(config):
-            return asyncio.run(supervise(config, inputs, watch, checkpoint))
-    except ConfigError as error:
-        watch.close("failed", error)
-        raise
-    except KeyboardInterrupt:  # before the event loop has its signal handlers
+            return asyncio.run(supervise(config, inputs, watch, checkpoint, state))
+    except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
+    except Exception as error:
+        watch.close("failed", error)
+        if isinstance(error, ConfigError):
+            raise
+        write_traceback(config, error)
+        return EXIT_FAILED
 
 
-async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Path | None) -> int:
+async def supervise(
+    config: Config, inputs: Inputs, watch: Watch, checkpoint: Path | None, state: RunState | None
+) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
     from trainer.assembly import assemble
 
@@ -65,10 +72,10 @@ async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Pa
     assert task is not None
     with _interrupts(task):
         try:
-            async with assemble(config, inputs, watch) as parts:
-                if checkpoint is not None:
+            async with assemble(config, inputs, watch, state.step if state else 0) as parts:
+                if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
-                    continue_from(checkpoint, parts)
+                    continue_from(state, parts)
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
                 await train_and_save(parts)
@@ -79,7 +86,7 @@ async def supervise(config: Config, inputs: Inputs, watch: Watch, checkpoint: Pa
             await asyncio.to_thread(watch.close, "interrupted")
             return EXIT_INTERRUPTED
         except Exception as error:
-            logger.debug("%s", "".join(traceback.format_exception(error)))
+            await asyncio.to_thread(write_traceback, config, error)
             await asyncio.to_thread(watch.close, "failed", root_cause(error))
             return EXIT_FAILED
 
@@ -90,18 +97,21 @@ async def train_and_save(parts: Parts) -> None:
 
     try:
         await train(parts)
+        parts.watch.waiting("writing the last checkpoint and the export")
+        await save_checkpoint(parts)
+        await parts.learner.export(str(parts.watch.run_dir.absolute() / "export"))
     except asyncio.CancelledError:
         parts.watch.waiting("interrupted: writing a checkpoint")
         await save_on_interrupt(parts)
         raise
-    parts.watch.waiting("writing the last checkpoint and the export")
-    await save_checkpoint(parts)
-    await parts.learner.export(str(Path(parts.config.run_dir) / "export"))
 
 
 async def save_on_interrupt(parts: Parts) -> None:
-    """A checkpoint after the optimizer steps made so far; the step in progress is given up."""
-    from trainer.loop import step_done
+    """A checkpoint after the optimizer steps made so far; the step in progress is given up.
+
+    Raises ``RuntimeError`` when no checkpoint could be written: the run has then failed, not been interrupted.
+    """
+    from trainer.loop import report_step, step_done
 
     try:
         async with asyncio.timeout(parts.config.shutdown.timeout):
@@ -109,10 +119,19 @@ async def save_on_interrupt(parts: Parts) -> None:
             # The step may have been made just before the interrupt; only the learner knows.
             if await parts.learner.steps_done() > parts.steps_done:
                 step_done(parts)
+            if parts.unreported is not None:
+                await asyncio.to_thread(report_step, parts, {})
             path = await save_checkpoint(parts)
-        parts.watch.source("checkpoint", str(path), "the same command with this run_dir continues from it")
     except Exception as error:
-        logger.error("no checkpoint could be written on interrupt: %r", error)
+        raise RuntimeError(f"interrupted, and no checkpoint could be written: {root_cause(error)!r}") from error
+    parts.watch.source("checkpoint", str(path), "the same command with this run_dir continues from it")
+
+
+def write_traceback(config: Config, error: BaseException) -> None:
+    """Keep the whole story of a failure in the run folder; people see its first cause."""
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        (Path(config.run_dir) / "error.txt").write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -129,7 +148,7 @@ def _ray_session(config: Config) -> Iterator[None]:
 
     # It announces at every start that its token authentication is on, which is what we want.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    local = {"include_dashboard": False, "object_store_memory": 256 << 20}
+    local = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
     where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
     try:

@@ -20,6 +20,7 @@ from trainer.checks import ConfigError
 from trainer.config import Config
 
 if TYPE_CHECKING:
+    from trainer.data import PromptStream
     from trainer.loop import Parts
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = {}
-    for path in (Path(run_dir) / "checkpoints").glob("step_*"):
+    for path in (Path(run_dir).absolute() / "checkpoints").glob("step_*"):
         match = re.fullmatch(r"step_(\d+)", path.name)
         if match and (path / STATE_FILE).is_file():
             found[int(match[1])] = path
@@ -66,36 +67,50 @@ def find_checkpoint(config: Config) -> Path | None:
         return None
     if config.resume == "auto":
         return next(reversed(checkpoints(config.run_dir)), None)
-    path = Path(config.resume)
+    path = Path(config.resume).absolute()
     if not (path / STATE_FILE).is_file():
         raise ConfigError(f"`resume={config.resume}`: the folder is no checkpoint (it has no {STATE_FILE})")
     return path
 
 
-def read_state(checkpoint: Path) -> RunState:
-    """The state in a checkpoint. Raises :class:`ConfigError` naming the file when it cannot be read."""
+def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> RunState:
+    """Read a checkpoint's state, move ``prompts`` to its position, and refuse what does not fit this run.
+
+    Raises :class:`ConfigError` when the file cannot be read, belongs to another model, or is past ``steps``; the
+    stream raises ``DataError`` for other data or another seed.
+    """
     try:
-        return RunState(**json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
+        state = RunState(**json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
+    if state.model != config.model.path:
+        raise ConfigError(
+            f"the checkpoint {checkpoint} is of `model.path={state.model}`, the run has `model.path="
+            f"{config.model.path}`; take another run_dir, or `resume=never`"
+        )
+    if state.step > config.steps:
+        raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
+    prompts.load_state_dict(state.prompts)
+    return state
 
 
 def commit(temporary: Path, final: Path, state: RunState, keep: int) -> None:
-    """Complete the checkpoint in ``temporary``, move it to ``final``, and drop all but the newest ``keep``."""
+    """Complete the checkpoint in ``temporary``, move it to ``final``, and drop all but the newest ``keep``.
+
+    Checkpoints of later steps belong to a branch that this run left when it continued from an older one.
+    """
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
-    for old in checkpoints(final.parent.parent)[:-keep]:
+    everything = checkpoints(final.parent.parent)
+    current = everything.index(final) + 1
+    for old in [*everything[: max(0, current - keep)], *everything[current:]]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def continue_from(checkpoint: Path, parts: Parts) -> None:
-    """Put the driver's side of a checkpoint into fresh parts. Raises :class:`ConfigError`."""
-    state = read_state(checkpoint)
-    if state.step > parts.config.steps:
-        raise ConfigError(f"the checkpoint {checkpoint} is past `steps={parts.config.steps}`; raise it")
-    parts.prompts.load_state_dict(state.prompts)
+def continue_from(state: RunState, parts: Parts) -> None:
+    """Put the counters of a checkpoint into fresh parts."""
     parts.watch.load_state_dict(state.totals)
     parts.steps_done = parts.admission.version = state.step
     # After a restart the bound is the same as after a fresh start (V2).

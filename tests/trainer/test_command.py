@@ -13,6 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+
+from tests.trainer.watch import wandb_file
+from trainer.watch import catalogue
 
 pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
 
@@ -120,27 +124,22 @@ class TestAFinishedRun:
     def test_it_leaves_a_trace_a_configuration_a_checkpoint_and_an_export(self, finished_run):
         folder, _ = finished_run
         assert json.loads((folder / "trace.json").read_text())
-        assert "recipe" in (folder / "config.yaml").read_text() or (folder / "config.yaml").stat().st_size > 0
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        assert config["name"] == "ci_tiny"
+        assert config["sampling"]["max_tokens"] == 24
+        assert config["versions"]["vllm"] == "0.32.0"
         assert (folder / "checkpoints" / "step_3").is_dir()
         from transformers import AutoModelForCausalLM
 
         assert AutoModelForCausalLM.from_pretrained(folder / "export").num_parameters() > 0
 
     def test_wandb_offline_file_holds_the_same_steps(self, finished_run):
-        from wandb.proto import wandb_internal_pb2
-        from wandb.sdk.internal.datastore import DataStore
-
         (path,) = finished_run[0].glob("wandb/offline-run-*/run-*.wandb")
-        store = DataStore()
-        store.open_for_scan(str(path))
-        steps = set()
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            for item in record.history.item:
-                if "step" in (item.key, *item.nested_key):
-                    steps.add(int(float(item.value_json)))
-        assert {1, 2, 3} <= steps
+        assert [row["step"] for row in wandb_file.history(wandb_file.read_records(path))] == [1, 2, 3]
+
+    def test_every_metric_it_writes_is_in_the_catalogue(self, finished_run):
+        for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines():
+            assert catalogue.unknown(json.loads(line).keys() - {"step"}) == []
 
 
 @pytest.mark.parametrize(
@@ -208,8 +207,10 @@ def interrupt_after(line_like: str, signal_number: int, folder: Path, *overrides
 
 
 def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_path):
-    code, _, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path, "logger.wandb.mode=disabled")
+    code, seconds, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path, "logger.wandb.mode=disabled")
     assert code == 130, output
+    assert "Traceback" not in output
+    assert seconds < 3 * 30, "an interrupt may take 30 s, three times that on a machine that is busy with other things"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert list((tmp_path / "checkpoints").glob("step_*"))
@@ -224,8 +225,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_p
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", steps, steps)
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1] == steps
-    assert lines == sorted(set(lines))
+    assert lines == list(range(1, steps + 1))
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):

@@ -2,25 +2,33 @@ import json
 
 import pytest
 
+from generator.rollout import Prompt
+from generator.task import DataError
 from trainer.checks import ConfigError
 from trainer.config import Config
-from trainer.state import STATE_FILE, RunState, checkpoint_path, checkpoints, commit, find_checkpoint, read_state
+from trainer.data import PromptStream
+from trainer.state import STATE_FILE, RunState, checkpoint_path, checkpoints, commit, find_checkpoint, load_state
 
 
 def write(run_dir, step: int, keep: int = 9):
     final = checkpoint_path(run_dir, step)
     temporary = final.with_name(f".{final.name}.writing")
     temporary.mkdir(parents=True)
-    commit(temporary, final, RunState(step=step, model="auto", prompts={"cursor": step}, totals={}), keep)
+    commit(temporary, final, RunState(step=step, model="auto", prompts=stream().state_dict(), totals={}), keep)
     return final
 
 
-def config(run_dir, resume: str = "auto") -> Config:
-    return Config(name="x", task="x", steps=10, run_dir=str(run_dir), resume=resume)
+def config(run_dir="x", resume: str = "auto", steps: int = 10) -> Config:
+    return Config(name="x", task="x", steps=steps, run_dir=str(run_dir), resume=resume)
+
+
+def stream(seed: int = 0) -> PromptStream:
+    return PromptStream([Prompt(number, (number,), "", {}) for number in range(5)], seed=seed)
 
 
 def test_a_checkpoint_reads_back_what_was_written(tmp_path):
-    assert read_state(write(tmp_path, 3)) == RunState(step=3, model="auto", prompts={"cursor": 3}, totals={})
+    state = load_state(write(tmp_path, 3), config(), stream())
+    assert state == RunState(step=3, model="auto", prompts=stream().state_dict(), totals={})
 
 
 def test_resume_auto_takes_the_newest_by_number_not_by_name(tmp_path):
@@ -55,8 +63,32 @@ def test_a_path_that_is_no_checkpoint_is_a_configuration_error(tmp_path):
         find_checkpoint(config(tmp_path, resume=str(tmp_path)))
 
 
+def test_checkpoints_of_a_branch_that_was_left_go_away(tmp_path):
+    for step in (1, 2, 20):
+        write(tmp_path, step)
+    write(tmp_path, 3, keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_2", "step_3"]
+
+
 def test_a_damaged_state_file_is_named(tmp_path):
     folder = write(tmp_path, 1)
     (folder / STATE_FILE).write_text(json.dumps({"step": 1}))
     with pytest.raises(ConfigError, match="step_1"):
-        read_state(folder)
+        load_state(folder, config(), stream())
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    other = config()
+    other.model.path = "/models/other"
+    with pytest.raises(ConfigError, match="/models/other"):
+        load_state(write(tmp_path, 1), other, stream())
+
+
+def test_a_checkpoint_past_the_planned_steps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="past `steps=4`"):
+        load_state(write(tmp_path, 5), config(steps=4), stream())
+
+
+def test_a_checkpoint_of_another_data_order_is_refused(tmp_path):
+    with pytest.raises(DataError, match="seed"):
+        load_state(write(tmp_path, 1), config(), stream(seed=1))

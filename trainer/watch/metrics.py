@@ -15,7 +15,10 @@ import numpy as np
 from generator.rollout import Group, Rollout, ScoredRollout
 from weight_sync.push import PushReport
 
-RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"})
+RESERVED_REWARD_NAMES = frozenset(
+    {"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"}
+    | {"failed", "timeout", "declined", "invalid", "wrong_length"}
+)
 """Names under ``reward/`` that are statistics; a reward function of that name is logged as ``reward/part_<name>``."""
 
 REWARD_WINDOW = 10
@@ -29,7 +32,7 @@ class PushRecord:
     version: int
     started: float
     seconds: float
-    """From the closing of the gate to the resubmission of the unfinished rollouts."""
+    """The whole push, from preparing the weights to the resubmission of the unfinished rollouts."""
     pause_seconds: float
     """How long engines generated nothing."""
     bytes: int = 0
@@ -247,7 +250,8 @@ class RunningTotals:
             for item in group.rollouts:
                 trained = trained_tokens(item.rollout)
                 self.counts["tokens/trained"] += trained
-                self.counts["tokens/expired"] += len(item.rollout.loss_mask) - trained
+                if item.reward is not None:  # tokens without a reward are lost, and counted by whoever found that out
+                    self.counts["tokens/expired"] += len(item.rollout.loss_mask) - trained
         if reward_mean is not None:
             if len(self.first_rewards) < REWARD_WINDOW:
                 self.first_rewards.append(reward_mean)
