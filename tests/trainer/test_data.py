@@ -78,15 +78,26 @@ def test_the_order_depends_on_the_seed_and_can_be_that_of_the_file():
 @pytest.mark.parametrize("drawn", [0, 7, 20, 33])
 def test_a_restored_stream_continues_where_the_saved_one_was(drawn):
     stream = PromptStream(prompts(20), seed=3)
-    for _ in range(drawn):
-        prompt = stream.next()
-    if drawn:
-        stream.give_back(prompt)
+    taken = [stream.next() for _ in range(drawn)]
+    for prompt in taken[:-1]:
+        stream.done(prompt)
+    if taken:
+        stream.give_back(taken[-1])
     state = json.loads(json.dumps(stream.state_dict()))
     restored = PromptStream(prompts(20), seed=3)
     draw(restored, 5)
     restored.load_state_dict(state)
     assert draw(restored, 50) == draw(stream, 50)
+
+
+def test_prompts_that_were_being_sampled_when_the_state_was_saved_come_first_again():
+    stream = PromptStream(prompts(10), seed=0)
+    taken = [stream.next() for _ in range(4)]
+    stream.done(taken[1])
+    restored = PromptStream(prompts(10), seed=0)
+    restored.load_state_dict(stream.state_dict())
+    assert draw(restored, 3) == [taken[0].id, taken[2].id, taken[3].id]
+    assert set(draw(restored, 6)).isdisjoint(prompt.id for prompt in taken)
 
 
 def test_a_prompt_given_back_comes_first_again_and_no_other_is_lost():
