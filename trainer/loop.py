@@ -18,19 +18,22 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from generator.pool import EnginePool
 from generator.rollout import Group, Prompt, Rollout
 from trainer.admission import Admission, expire
 from trainer.batch import Batch, make_batch
 from trainer.config import Config
 from trainer.data import PromptStream
-from trainer.learner_group import LearnerGroup
-from trainer.rewards import RewardScorer
 from trainer.state import save_checkpoint
-from trainer.watch import Watch
 from trainer.watch.metrics import push_record
 from weight_sync.push import Pusher
+
+if TYPE_CHECKING:
+    from generator.pool import EnginePool
+    from trainer.learner_group import LearnerGroup
+    from trainer.rewards import RewardScorer
+    from trainer.watch import Watch
 
 UNSCORED_BATCHES = 3
 """So many batches of groups without any reward in a row end the run: it would never get a batch to learn from."""

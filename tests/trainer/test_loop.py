@@ -1,0 +1,219 @@
+"""The two coroutines, with parts that have the methods of the real ones and no model behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
+from trainer.admission import Admission
+from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
+from trainer.data import PromptStream
+from trainer.loop import Parts, RewardError, train
+from weight_sync.push import PushReport
+
+
+@dataclass
+class Engines:
+    """Samples one token per tick; rollouts take different times and go on under the version of the moment."""
+
+    version: int = 0
+    interrupted: int = 0
+    error_after: int | None = None
+    calls: int = 0
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+        self.calls += 1
+        if self.error_after is not None and self.calls > self.error_after:
+            raise RuntimeError("the engine broke")
+        for _ in range(self.random.randrange(1, 12)):
+            await asyncio.sleep(0)
+            rollouts = [rollout.extended(Segment((5,), (-1.0,), self.version)) for rollout in rollouts]
+        return [replace(rollout, finish_reason="stop") for rollout in rollouts]
+
+
+@dataclass
+class Rewards:
+    """Every second rollout is right; ``broken`` scores nothing."""
+
+    broken: bool = False
+
+    async def score(self, prompt: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
+        assert len(texts) == len(rollouts)
+        rewards = [None if self.broken else float(number % 2) for number in range(len(rollouts))]
+        return tuple(ScoredRollout(r, t, reward, {}) for r, t, reward in zip(rollouts, texts, rewards, strict=True))
+
+    def take_counts(self) -> dict[str, int]:
+        return {"reward/failed": 8 * self.broken, "reward/excluded": 0}
+
+
+@dataclass
+class Learner:
+    """Remembers what it trained on, and checks the staleness bound on every token that the loss sees."""
+
+    bound: int
+    batches: list[Any] = field(default_factory=list)
+
+    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
+        for rollout in rollouts:
+            for token_version, seen in zip(rollout.versions, rollout.loss_mask, strict=True):
+                assert not seen or version - token_version <= self.bound
+        self.batches.append(rollouts)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return {"policy/loss": 0.0}
+
+
+@dataclass
+class Pusher:
+    engines: Engines
+    pushed: list[int] = field(default_factory=list)
+
+    async def push(self, version: int) -> PushReport:
+        await asyncio.sleep(0)
+        self.engines.version = version
+        self.pushed.append(version)
+        return PushReport(version, 1, 1, {"transfer": 0.0}, 0.0)
+
+
+@dataclass
+class Watch:
+    """Counts like the real one."""
+
+    generated: int = 0
+    trained: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Watch:
+        return self
+
+    def span(self, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def finished(self, group: Group) -> None:
+        self.generated += sum(len(r.rollout.response_token_ids) for r in group.rollouts)
+
+    def count(self, name: str, number: int) -> None:
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def push(self, record: Any) -> None:
+        pass
+
+    def step(self, step: int, metrics: Any, groups: Any, advantages: Any, *, version: int) -> None:
+        assert version == step - 1
+        self.steps.append(step)
+        self.groups += groups
+        self.trained += sum(sum(r.rollout.loss_mask) for group in groups for r in group.rollouts)
+
+
+def parts(
+    *, steps: int = 6, batch: int = 3, bound: int = 1, running: int = 100, rows: int = 50, **changes: Any
+) -> Parts:
+    config = Config(
+        name="test",
+        task="test",
+        steps=steps,
+        batch=BatchConfig(prompts=batch),
+        sampling=SamplingConfig(group_size=2),
+        staleness=StalenessConfig(max_versions=bound, on_expired=changes.pop("on_expired", "mask_tokens")),
+    )
+    engines = changes.pop("engines", Engines())
+    values: dict[str, Any] = {
+        "config": config,
+        "prompts": PromptStream([Prompt(number, (1, 2), "", {}) for number in range(rows)], seed=0),
+        "engines": engines,
+        "rewards": Rewards(),
+        "decode": lambda ids: "text",
+        "learner": Learner(bound),
+        "pusher": Pusher(engines),
+        "admission": Admission(batch, bound, running, total_groups=steps * batch),
+        "watch": Watch(),
+    }
+    return Parts(**{**values, **changes})
+
+
+async def finish(run: Parts) -> Parts:
+    await asyncio.wait_for(train(run), timeout=60)
+    return run
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("running", [1, 2, 100], ids=lambda n: f"{n} groups at a time")
+async def test_every_step_is_made_and_pushed_whatever_the_bounds(bound, running):
+    """With fewer running groups than a batch has, a place that a finished group leaves must be taken at once."""
+    run = await finish(parts(bound=bound, running=running))
+    assert run.steps_done == 6
+    assert run.watch.steps == [1, 2, 3, 4, 5, 6]
+    assert run.pusher.pushed == [0, 1, 2, 3, 4, 5, 6]
+    assert all(len(batch) == 3 * 2 for batch in run.learner.batches)
+
+
+async def test_a_data_set_smaller_than_a_batch_is_sampled_again_under_other_rollout_ids():
+    run = await finish(parts(rows=1, batch=4))
+    ids = [rollout.id for batch in run.learner.batches for rollout in batch]
+    assert len(set(ids)) == len(ids) == 6 * 4 * 2
+
+
+async def test_on_policy_training_learns_from_nothing_but_the_current_version():
+    run = await finish(parts(bound=0))
+    for step, batch in enumerate(run.learner.batches):
+        assert {version for rollout in batch for version in rollout.versions} == {step}
+
+
+async def test_off_policy_rollouts_are_sampled_by_more_than_one_version():
+    run = await finish(parts(bound=2, steps=20))
+    assert max(len(set(rollout.versions)) for batch in run.learner.batches for rollout in batch) > 1
+
+
+@pytest.mark.parametrize("on_expired", ["mask_tokens", "drop_rollout", "drop_group"])
+async def test_every_generated_token_is_trained_expired_or_lost(on_expired):
+    run = await finish(parts(bound=1, steps=15, on_expired=on_expired))
+    masked = sum(
+        len(r.rollout.loss_mask) - sum(r.rollout.loss_mask) for group in run.watch.groups for r in group.rollouts
+    )
+    watch = run.watch
+    left = sum(watch.counts.get(name, 0) for name in ("tokens/expired", "tokens/lost"))
+    assert watch.generated == watch.trained + masked + left
+
+
+async def test_a_group_that_expired_is_sampled_again_and_the_run_reaches_its_last_step():
+    """Groups of a version long gone are put into the buffer by hand: none of their tokens may be learned from."""
+    run = parts(bound=1, steps=4)
+    run.admission.version = run.steps_done = 2
+    run.admission.consumed = 2 * 3
+    old = Rollout("old", (1, 2), (5,), (-1.0,), (0,), (True,), "stop")
+    prompt = run.prompts.next()
+    run.admission.admit()
+    run.admission.finished()
+    run.buffer.put(Group(prompt, (ScoredRollout(old, "", 1.0, {}),) * 2, 0))
+    await finish(run)
+    assert run.admission.dropped == {"expired": 1}
+    assert run.watch.counts["tokens/expired"] == 2
+    assert "old" not in {rollout.id for batch in run.learner.batches for rollout in batch}
+
+
+async def test_rewards_that_score_nothing_end_the_run_with_what_they_did():
+    with pytest.raises(ExceptionGroup) as failure:
+        await finish(parts(rewards=Rewards(broken=True)))
+    assert failure.group_contains(RewardError, match="reward/failed")
+
+
+async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner_waiting():
+    with pytest.raises(ExceptionGroup) as failure:
+        await finish(parts(engines=Engines(error_after=4)))
+    assert failure.group_contains(RuntimeError, match="the engine broke")
+
+
+async def test_nothing_is_sampled_beyond_what_the_steps_need():
+    run = await finish(parts(steps=4, bound=3))
+    assert run.engines.calls == 4 * 3
+    assert len(run.buffer) == 0
