@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -188,10 +189,10 @@ def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content,
         assert word in done.stderr.lower()
 
 
-def interrupt_after(line_like: str, signal_number: int, folder: Path, *overrides: str) -> tuple[int, float, str]:
-    """Start the command, wait for a line of output like a pattern, send the signal; exit code, seconds, output."""
+def act_after(line_like: str, act: Callable[[subprocess.Popen], None], folder: Path) -> tuple[int, float, str]:
+    """Start the command, act on it after a line of output like a pattern; exit code, seconds since, output."""
     process = subprocess.Popen(
-        command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", *overrides),
+        command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", "logger.wandb.mode=disabled"),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
     )  # fmt: skip
     output = []
@@ -200,14 +201,19 @@ def interrupt_after(line_like: str, signal_number: int, folder: Path, *overrides
         output.append(line)
         if re.search(line_like, line):
             break
-    process.send_signal(signal_number)
-    sent = time.monotonic()
+    act(process)
+    since = time.monotonic()
     rest, _ = process.communicate(timeout=300)
-    return process.returncode, time.monotonic() - sent, "".join(output) + rest
+    return process.returncode, time.monotonic() - since, "".join(output) + rest
+
+
+def interrupt_after(line_like: str, signal_number: int, folder: Path) -> tuple[int, float, str]:
+    """As :func:`act_after`, with a signal to the command."""
+    return act_after(line_like, lambda process: process.send_signal(signal_number), folder)
 
 
 def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_path):
-    code, seconds, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path, "logger.wandb.mode=disabled")
+    code, seconds, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path)
     assert code == 130, output
     assert "Traceback" not in output
     assert seconds < 3 * 30, "an interrupt may take 30 s, three times that on a machine that is busy with other things"
@@ -229,13 +235,28 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_p
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):
-    code, _, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path, "logger.wandb.mode=disabled")
+    code, _, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path)
     assert code == -signal.SIGKILL, output
     assert no_process_left(patience=60), processes_of_this_test()
 
 
 def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_path):
-    code, _, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path, "logger.wandb.mode=disabled")
+    code, _, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path)
     assert code == 130, output
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    assert no_process_left(patience=60), processes_of_this_test()
+
+
+def test_a_run_whose_engine_dies_fails_with_the_cause_and_leaves_no_process(tmp_path):
+    def kill_engine(process: subprocess.Popen) -> None:
+        (core,) = [p for p in processes_of_this_test() if "EngineCore" in " ".join(p.cmdline())]
+        core.kill()
+
+    code, _, output = act_after(r"step +1/", kill_engine, tmp_path)
+    assert code == 1, output
+    assert "Traceback" not in output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "engine 0" in summary["error"]
+    assert "EngineDeadError" in (tmp_path / "error.txt").read_text()
     assert no_process_left(patience=60), processes_of_this_test()
