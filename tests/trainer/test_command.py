@@ -128,7 +128,7 @@ class TestAFinishedRun:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         assert config["name"] == "ci_tiny"
         assert config["sampling"]["max_tokens"] == 24
-        assert config["versions"]["vllm"] == "0.32.0"
+        assert {"torch", "ray", "deepspeed", "transformers"} <= config["versions"].keys()
         assert (folder / "checkpoints" / "step_3").is_dir()
         from transformers import AutoModelForCausalLM
 
