@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny import tiny_llama
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.group import TransferGroupError
 from weight_sync.push import PushError
@@ -20,25 +21,6 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [5, 17, 3, 60, 42, 9, 71, 2, 33]
 TIMEOUT = 60.0
-
-
-def tiny_llama(seed: int) -> torch.nn.Module:
-    """A tied two-layer Llama with random weights, float32; its vocabulary is no multiple of vLLM's padding."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=128,  # heads of 32: the smallest that vLLM has on CPU
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).float().eval()
 
 
 class LocalClient:
