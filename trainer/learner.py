@@ -71,8 +71,8 @@ class Learner:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps made, those before a checkpoint was loaded included."""
-        return int(self._engine.global_steps)
+        """Optimizer steps made, those before a checkpoint was loaded included; DeepSpeed counts refused ones too."""
+        return int(self._engine.global_steps - self._engine.skipped_steps)
 
     def interrupt(self) -> None:
         """Have a running :meth:`train` give up before its next micro-batch. Called on every rank, from any thread."""
@@ -82,11 +82,6 @@ class Learner:
     def engine(self) -> Any:
         """The DeepSpeed engine; its module keeps the language model in attribute ``model``."""
         return self._engine
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken. DeepSpeed also counts the steps that it refused."""
-        return self._engine.global_steps - self._engine.skipped_steps
 
     def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
         """One optimizer step on a batch; the metrics of the whole batch, the same on every rank.
@@ -98,7 +93,7 @@ class Learner:
         """
         started = time.perf_counter()
         plan = self._plan(rollouts, self.world_size, self.spec.learner.packing)
-        learning_rate = learning_rate_at(self.steps, self.spec.optimizer)
+        learning_rate = learning_rate_at(self.steps_done, self.spec.optimizer)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         totals, suspects = self._accumulate_gradients(plan, version)
@@ -268,6 +263,6 @@ class Learner:
         what = f"policy/loss is {loss}" if not math.isfinite(loss) else f"policy/grad_norm is {gradient_norm}"
         where = f"; log-probabilities are not finite in rollouts {', '.join(broken[:8])}" if broken else ""
         return (
-            f"{what} at optimizer step {self.steps}{where}. No step was taken. "
+            f"{what} at optimizer step {self.steps_done}{where}. No step was taken. "
             "Look at optimizer.learning_rate, algorithm.correction_cap and the rollouts of this batch"
         )
