@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from generator.orphan import announce_parent
+from generator.prestart import prestart_core, quick_imports, use_prestarted_core
 from generator.resume import Finished, Sampling, Submission, next_submission
 from generator.rollout import Rollout, Segment
 
@@ -57,6 +58,8 @@ class EngineSettings:
     """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
     executor: str | None = None
     """vLLM's ``distributed_executor_backend``; ``None``: vLLM chooses."""
+    prestart_core: bool = False
+    """Whether the engine core's imports run beside the engine's, see ``generator.prestart``."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables set before vLLM is imported, for example the cores of a CPU engine."""
 
@@ -67,6 +70,8 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         os.environ.update(settings.environment)
         announce_parent()
+        if settings.prestart_core:
+            prestart_core()
         self.settings = settings
         self.version: int | None = None
         self._llm: AsyncLLM | None = None
@@ -301,10 +306,13 @@ def _sampling_params(sampling: Sampling, submission: Submission) -> Any:
 
 
 def _build_llm(settings: EngineSettings) -> AsyncLLM:
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with quick_imports():
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
+    if settings.prestart_core:
+        use_prestarted_core()
     arguments: dict[str, Any] = {
         "model": settings.model_path,
         "dtype": settings.dtype,

@@ -6,14 +6,12 @@ holding its memory or its GPU, because vLLM has nothing that would tell it (seen
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
-import time
 
 PARENT_VARIABLE = "MIDFLIGHT_ENGINE_PID"
 """Environment variable with the process id of the engine, read by the processes that vLLM starts for it."""
-
-POLL_SECONDS = 1.0
 
 
 def announce_parent() -> None:
@@ -22,14 +20,13 @@ def announce_parent() -> None:
 
 
 def end_with_parent() -> None:
-    """In a direct child of an engine: end this process soon after the engine has died. Elsewhere: do nothing."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None or os.getppid() != int(parent):
+    """In a process that an engine started: end it as soon as the engine has died. Elsewhere: do nothing."""
+    parent = multiprocessing.parent_process()
+    if parent is None or str(parent.pid) != os.environ.get(PARENT_VARIABLE):
         return
 
     def watch() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(POLL_SECONDS)
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

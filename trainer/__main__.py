@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from trainer.checks import ConfigError
 from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, typed
+from trainer.ray_session import RaySession
 
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
@@ -24,12 +25,16 @@ def main() -> int:
 
     @hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")
     def job(composed: DictConfig) -> None:
-        from trainer.run import run
-
         try:
-            exit_codes.append(run(typed(composed)))
+            config = typed(composed)
+            with RaySession(config) as ray_session:
+                from trainer.run import run  # takes seconds: while Ray starts
+
+                exit_codes.append(run(config, ray_session))
         except ConfigError as error:
             exit_codes.append(_complain(error))
+        except KeyboardInterrupt:  # before the run could keep anything
+            exit_codes.append(EXIT_INTERRUPTED)
         if exit_codes[-1] == EXIT_INTERRUPTED:
             sys.exit(EXIT_INTERRUPTED)  # ends a --multirun too
 

@@ -98,7 +98,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no compilation and no CUDA graphs: a quicker start, slower steps
     gpu_memory_utilization: float = 0.85  # share of a GPU's memory that an engine takes
     kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: 512
-    cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: half of the cores, shared
+    cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: the cores, shared by the engines
     cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
     start_timeout: float = 900.0  # seconds until an engine must have started
     rollout_timeout: float = 900.0  # seconds a rollout may go without a new token

@@ -49,8 +49,9 @@ class LearnerActor:
 
     def start(self, spec: LearnerSpec, rank: int, world_size: int, address: str, port: int) -> None:
         self._learner = Learner(spec, rank, world_size, address, port)
-        # Imports vLLM, which takes many seconds: they pass while the engines start, not when the first push waits.
-        importlib.import_module("weight_sync.gloo_trainer")
+        if spec.device == "cuda":
+            # Takes many seconds: they pass while the engines start, not when the first push waits.
+            importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
 
     def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
         return self._learner.train(rollouts, version)

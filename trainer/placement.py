@@ -94,6 +94,7 @@ def engine_settings(
             # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
             block_size=CPU_BLOCK_SIZE if on_cpu else None,
             executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
+            prestart_core=on_cpu and engine.tensor_parallel == 1,
             environment=engine_environment(config) if on_cpu else {},
         )
         for number in range(engine.count)
@@ -101,16 +102,16 @@ def engine_settings(
 
 
 def engine_threads(config: Config) -> int:
-    """Threads of one engine on CPU: unless configured, all engines together take half of the cores."""
-    return config.engine.cpu_threads or max(1, cpu_cores() // 2 // config.engine.count)
+    """Threads of one engine on CPU: unless configured, all engines together have a thread for every core.
+
+    More threads than cores in all, because engine and learner often wait for each other, and then have all the cores.
+    Threads must wait without spinning for that: see ``trainer.ray_session``.
+    """
+    return config.engine.cpu_threads or max(1, cpu_cores() // config.engine.count)
 
 
 def learner_threads(config: Config) -> int:
-    """Threads of one learner rank: unless configured, on CPU, all ranks together have a thread for every core.
-
-    More threads than cores in all, because engines often wait for the learner, which then has their cores. Threads
-    must wait without spinning for that: see ``trainer.run``.
-    """
+    """Threads of one learner rank: unless configured, on CPU, all ranks together have a thread for every core."""
     if config.learner.cpu_threads or device_kind(config) == "gpu":
         return config.learner.cpu_threads
     return max(1, cpu_cores() // config.learner.ranks)

@@ -21,6 +21,7 @@ from trainer.config import Config
 from trainer.dotted import DottedPathError
 from trainer.inputs import Inputs, load_inputs
 from trainer.placement import check_resources, device_kind
+from trainer.ray_session import RaySession
 from trainer.state import LEARNER_FOLDER, RunState, continue_from, find_checkpoint, load_state, save_checkpoint
 from trainer.watch import RunFolderError, Watch
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
-def run(config: Config) -> int:
+def run(config: Config, ray_session: RaySession) -> int:
     """Run to the end and return the exit code. Raises :class:`ConfigError` for bad input, before engines start."""
     # Until the event loop has its own handlers, SIGTERM is the same as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -49,8 +50,8 @@ def run(config: Config) -> int:
     watch.source("hardware", f"{device_kind(config)}, {inputs.model.dtype}", f"hardware={config.hardware}")
     try:
         watch.waiting("starting Ray")
-        with _ray_session(config):
-            return asyncio.run(supervise(config, inputs, watch, checkpoint, state))
+        check_resources(config, ray_session.wait())
+        return asyncio.run(supervise(config, inputs, watch, checkpoint, state))
     except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -132,30 +133,6 @@ def write_traceback(config: Config, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         (Path(config.run_dir) / "error.txt").write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _ray_session(config: Config) -> Iterator[None]:
-    """The configured cluster, or a local instance that listens on loopback only and ends with the run."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if config.hardware == "cpu":
-        # Engines and learner share the cores: a thread that spins at a barrier takes a core from the one it waits for.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if config.ray.address is None:
-        # What makes Ray listen on loopback only, on Linux too (2.60); `_node_ip_address` is replaced by an outer one.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    import ray
-
-    # It announces at every start that its token authentication is on, which is what we want.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    local = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
-    where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
-    ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
-    try:
-        check_resources(config, ray.cluster_resources())
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from weight_sync.push import PushError
 from weight_sync.ranks import rank_offsets
@@ -32,6 +32,18 @@ class UpdateRequest:
     """What an engine actor hands to ``AsyncLLM.update_weights``; has the field of vLLM's request class."""
 
     update_info: UpdatePayload
+
+
+class Client(Protocol):
+    """vLLM's ``VLLMWeightSyncClient``, with the version that an update brings and a way to give an update up."""
+
+    version: int | None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: UpdatePayload) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def abandon(self, reason: str) -> None: ...
 
 
 class EngineClient:

@@ -7,19 +7,55 @@ Any failure on either side ends the group, so that the other side fails at once 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.packed_tensor import (
+    DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+    DEFAULT_PACKED_NUM_BUFFERS,
+)
 
 from weight_sync.buckets import Bucket, plan_buckets, unpack
-from weight_sync.gloo_wire import GlooInitInfo, GlooUpdateInfo
 from weight_sync.group import GlooGroup, TransferGroupError, receive_buckets
 from weight_sync.manifest import Manifest, ManifestError, abridged
 from weight_sync.ranks import worker_rank
 from weight_sync.reload import LayerwiseUpdate
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):
+    """What a worker is told to join the group: vLLM's ``nccl`` fields, and the deadline of each collective."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    packed: bool = True
+    packed_buffer_size_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES
+    packed_num_buffers: int = DEFAULT_PACKED_NUM_BUFFERS
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        if not self.packed:
+            raise ValueError("the gloo transfer engine sends packed buckets only: leave packed=True")
+
+
+@dataclass(kw_only=True)
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """The announcement of one whole update, in the order of travel."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
 
 
 class IncompleteUpdateError(RuntimeError):

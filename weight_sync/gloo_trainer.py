@@ -1,66 +1,75 @@
-"""The trainer's side of weight transfer over gloo: the interface and the packed buckets of vLLM's ``nccl`` engine."""
+"""The trainer's side of weight transfer over gloo: the interface and the packed buckets of vLLM's ``nccl`` engine.
+
+It has the methods of vLLM's ``TrainerWeightTransferEngine`` without being a subclass (a test compares the two): that
+would import all of vLLM into the learner, ten seconds and more of CPU time at each start, for nothing but a base class.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import asdict
-from typing import Self, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Self, TypeVar
 
 import torch
-from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, VLLMWeightSyncClient, WeightSource
 
 from weight_sync.buckets import pack, plan_buckets
-from weight_sync.gloo_wire import GlooInitInfo, GlooTrainerInitInfo
+from weight_sync.client import Client
 from weight_sync.group import GlooGroup, TransferGroupError, send_buckets
 from weight_sync.manifest import Manifest, ManifestError
+from weight_sync.source import DeepSpeedSource
 
 Result = TypeVar("Result")
 
 
-class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
+@dataclass(frozen=True, kw_only=True)
+class GlooTrainerInitInfo:
+    """Where rank 0 listens, the size of the whole group, the rank of this process, bytes of a bucket, the deadline."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank: int
+    packed_buffer_size_bytes: int
+    timeout_seconds: float
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0
+
+
+class GlooTrainerWeightTransferEngine:
     """Rank 0 sends; the other ranks only take part in the source's gathers.
 
     ``buckets_sent`` counts the collectives of the last push.
     """
 
-    init_info_cls = GlooTrainerInitInfo
-
-    def __init__(
-        self,
-        *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource,
-        init_info: GlooTrainerInitInfo,
-        group: GlooGroup | None = None,
-    ) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+    def __init__(self, *, client: Client, source: DeepSpeedSource, init_info: GlooTrainerInitInfo) -> None:
+        self.client = client
+        self.is_sender = init_info.is_sender
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._timeout = init_info.timeout_seconds
         self._source = source
-        self._group = group
+        self._group: GlooGroup | None = None
         self.buckets_sent = 0
 
     @classmethod
-    def trainer_init(
-        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
-    ) -> Self:
+    def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Client, source: DeepSpeedSource) -> Self:
         """Build the group together with the workers. Raises the first side's error as soon as one side fails."""
-        if source is None:
-            raise ValueError("the gloo trainer engine needs a weight source")
         engine = cls(client=client, source=source, init_info=init_info)
         if engine.is_sender:
             wire = {key: value for key, value in asdict(init_info).items() if key != "rank"}
-            payload = asdict(GlooInitInfo(rank_offset=1, **wire))
+            payload = {"rank_offset": 1, **wire}
             joined = _in_thread(lambda: client.init_weight_transfer_engine(payload))
             opened = _in_thread(
                 lambda: GlooGroup(
                     init_info.master_address, init_info.master_port, 0, init_info.world_size, init_info.timeout_seconds
                 )
             )
-            wait([joined, opened], return_when=FIRST_EXCEPTION)
-            for side in (joined, opened):
+            sides: list[Future[Any]] = [joined, opened]
+            wait(sides, return_when=FIRST_EXCEPTION)
+            for side in sides:
                 if side.done():
                     side.result()
             engine._group = opened.result()

@@ -9,16 +9,15 @@ _registered = False
 
 
 def register() -> None:
-    """Make our transfer engines known to vLLM's factories, and end this process with its engine. Repeatable.
+    """Make our transfer engine known to vLLM's factory, and end this process with its engine. Repeatable.
 
-    The engines are registered by module path, so that they are imported only where one is built.
+    It is registered by module path, so that it is imported only where one is built.
     """
     global _registered
     if _registered:
         return
     end_with_parent()
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine("gloo", "weight_sync.gloo", "GlooWeightTransferEngine")
-    WeightTransferTrainerFactory.register_engine("gloo", "weight_sync.gloo_trainer", "GlooTrainerWeightTransferEngine")
     _registered = True

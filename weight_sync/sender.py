@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from weight_sync.buckets import plan_buckets
-from weight_sync.client import EngineClient, UpdatePayload
+from weight_sync.client import Client, EngineClient
+from weight_sync.gloo_trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
 from weight_sync.group import free_port
 from weight_sync.manifest import Manifest
 from weight_sync.push import PushError, SendReport
@@ -17,18 +18,6 @@ from weight_sync.ranks import even_workers
 from weight_sync.source import DeepSpeedSource
 
 logger = logging.getLogger(__name__)
-
-
-class Client(Protocol):
-    """vLLM's ``VLLMWeightSyncClient``, with the version that an update brings and a way to give an update up."""
-
-    version: int | None
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-    def start_weight_update(self) -> None: ...
-    def update_weights(self, update_info: UpdatePayload) -> None: ...
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-    def abandon(self, reason: str) -> None: ...
 
 
 class WeightSender:
@@ -132,12 +121,6 @@ class WeightSender:
             raise failure from error
 
     def _open(self, client: Client, address: str, port: int, world_size: int) -> Any:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-        from weight_sync.plugin import register
-
-        register()
-        init_info: Any
         wire: dict[str, Any] = {
             "master_address": address,
             "master_port": port,
@@ -146,15 +129,15 @@ class WeightSender:
             "rank": self._rank,
         }
         if self._backend == "gloo":
-            from weight_sync.gloo_wire import GlooTrainerInitInfo
-
             init_info = GlooTrainerInitInfo(**wire, timeout_seconds=self._timeout)
-        else:
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+            return GlooTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=self._source)
 
-            init_info = NCCLTrainerInitInfo(**wire)
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        nccl = NCCLTrainerInitInfo(**wire)
         source: Any = self._source
-        return self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source))
+        return self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(nccl, client=client, source=source))
 
     def _bounded(self, call: Any) -> Any:
         """Run a call of the trainer engine. gloo's have deadlines inside; NCCL's have none, so one is put around them.

@@ -1,6 +1,7 @@
 """Pushes between this process and one real vLLM engine, over gloo, proven by log-probabilities."""
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 
 from tests.tiny import tiny_llama
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
+from weight_sync.gloo_trainer import GlooTrainerWeightTransferEngine
 from weight_sync.group import TransferGroupError
 from weight_sync.push import PushError
 from weight_sync.sender import WeightSender
@@ -259,3 +261,15 @@ def test_a_port_that_is_taken_is_an_error_on_the_sender_that_names_it(engine, mo
         with pytest.raises(PushError, match=f"connect.*127.0.0.1:{port}") as caught:
             sender.connect_client(engine.client, "127.0.0.1", port, 2)
     assert isinstance(caught.value.cause, TransferGroupError)
+
+
+def test_the_trainer_side_has_the_methods_of_the_class_that_it_stands_in_for():
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+
+    def calls(cls: type) -> dict[str, list[str]]:
+        methods = inspect.getmembers(cls, callable)
+        return {name: list(inspect.signature(m).parameters) for name, m in methods if not name.startswith("_")}
+
+    theirs = calls(TrainerWeightTransferEngine)
+    assert set(theirs) == {"trainer_init", "send_weights", "shutdown"}
+    assert calls(GlooTrainerWeightTransferEngine) == theirs

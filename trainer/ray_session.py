@@ -1,0 +1,78 @@
+"""Ray for one run: the configured cluster, or a local instance that listens on loopback only and ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+from trainer.config import Config
+
+
+class RaySession:
+    """Starts Ray in the background when entered and ends it when left.
+
+    Ray takes seconds to start and hardly any of this process's time: they pass while the inputs load. One thread
+    starts it, waits, and ends it, because Linux ends Ray's processes when the thread that started them ends.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._resources: Future[dict[str, float]] = Future()
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="ray-session", daemon=True)
+
+    def __enter__(self) -> Self:
+        _set_environment(self._config)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.set()
+        self._thread.join()
+
+    def wait(self) -> dict[str, float]:
+        """Wait until Ray runs; the cluster's resources. Raises what Ray's start raised; Ray has deadlines for it."""
+        return self._resources.result()
+
+    def _serve(self) -> None:
+        try:
+            import ray
+
+            _start(self._config)
+            try:
+                self._resources.set_result(ray.cluster_resources())
+                self._leave.wait()
+            finally:
+                ray.shutdown()
+        except BaseException as error:
+            if self._resources.done():
+                logging.getLogger(__name__).warning("Ray did not end cleanly: %s", error)
+            else:
+                self._resources.set_exception(error)
+
+
+def _set_environment(config: Config) -> None:
+    """Before anything imports Ray."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.hardware == "cpu":
+        # Engines and learner share the cores: a thread that spins at a barrier takes a core from the one it waits for.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if config.ray.address is None:
+        # What makes Ray listen on loopback only, on Linux too (2.60); `_node_ip_address` is replaced by an outer one.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _start(config: Config) -> None:
+    import ray
+
+    # It announces at every start that its token authentication is on, which is what we want.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    local = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
+    where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
+    ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
