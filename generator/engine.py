@@ -1,8 +1,11 @@
-"""One vLLM engine: the only module that knows vLLM's generation interface.
+"""One vLLM engine with a gate: the only module that speaks with a running vLLM.
 
 The resume loop runs here, next to vLLM's ``AsyncLLM``, so that a push with thousands of requests in flight costs no
 round trips through the driver. An engine serves only while its gate is open; the gate opens when a version is
 published and closes when a push begins. Nothing is ever submitted to a paused vLLM engine (R10).
+
+Whatever happens to a request (a push, a stall, a drain, the death of vLLM), the tokens that it brought stay with its
+rollout. Rollouts that this engine cannot finish go back to the caller, who may finish them elsewhere.
 """
 
 from __future__ import annotations
@@ -12,15 +15,16 @@ import contextlib
 import itertools
 import logging
 import os
-import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from generator.launch import EngineSettings, build_llm, sampling_params
+from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.orphan import announce_parent
-from generator.prestart import prestart_core, quick_imports, use_prestarted_core
+from generator.prestart import prestart_core
+from generator.request import Request, VersionMismatchError
 from generator.resume import Finished, Sampling, Submission, next_submission
-from generator.rollout import Rollout, Segment
+from generator.rollout import Rollout
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,37 +35,15 @@ SHUTDOWN_SECONDS = 1.0
 """How long vLLM's processes may take to end before they are killed: they hold nothing that must be saved."""
 
 
-class EngineError(RuntimeError):
-    """An engine did something that breaks an invariant, or died. The message names the engine."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """The rollouts of one ``generate`` call: they came together and are handed back together."""
 
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What an engine needs to start. Sizes in tokens unless the name says otherwise."""
-
-    name: str
-    model_path: str
-    dtype: str
     sampling: Sampling
-    max_model_len: int
-    max_running: int
-    transfer_backend: str
-    seed: int = 0
-    tensor_parallel: int = 1
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.85
-    kv_cache_bytes: int | None = None
-    rollout_timeout: float = 900.0
-    pause_timeout: float = 120.0
-    trust_remote_code: bool = False
-    block_size: int | None = None
-    """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
-    executor: str | None = None
-    """vLLM's ``distributed_executor_backend``; ``None``: vLLM chooses."""
-    prestart_core: bool = False
-    """Whether the engine core's imports run beside the engine's, see ``generator.prestart``."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables set before vLLM is imported, for example the cores of a CPU engine."""
+    size: int
+    leaving: str = ""
+    requests: dict[str, Request] = field(default_factory=dict)
+    """Those at vLLM now, by id."""
 
 
 class Engine:
@@ -75,20 +57,28 @@ class Engine:
         self.settings = settings
         self.version: int | None = None
         self._llm: AsyncLLM | None = None
-        self._gate = asyncio.Event()
+        self._mode: PushMode = "abort"
+        self._serving = False
+        self._leaving = ""
+        """Why this engine takes no rollouts any more."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, whenever what waits at the gate has to look again."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._submitted: set[str] = set()
+        self._calls: list[_Call] = []
+        """In the order in which they came."""
+        self._requests: dict[str, Request] = {}
+        """What was handed to vLLM and has not come back, by id."""
         self._live: dict[str, Rollout] = {}
         self._ids = itertools.count()
-        self._generated = 0
+        self._counts = {"generated_tokens": 0, "cached_tokens": 0, "stalled": 0, "relabelled": 0}
         self._manifest: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model. Takes seconds to minutes; the caller holds the deadline."""
-        self._llm = await asyncio.to_thread(_build_llm, self.settings)
+        self._llm = await asyncio.to_thread(build_llm, self.settings)
 
     async def shutdown(self) -> None:
         """End the engine's processes. Safe to call twice."""
@@ -103,118 +93,188 @@ class Engine:
             raise EngineError(f"{self.settings.name} is not running")
         return self._llm
 
+    async def check_health(self) -> None:
+        """Return if the engine can serve. Raises :class:`EngineLostError` when vLLM has died."""
+        if self.llm.errored:
+            self._die(self.llm.dead_error)
+        if self._leaving.startswith("lost"):
+            raise EngineLostError(f"{self.settings.name} is {self._leaving}")
+
     # -- generation -------------------------------------------------------------------------------------------------
 
-    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+    async def generate(self, rollouts: list[Rollout], sampling: Sampling | None = None) -> Returned:
         """Sample every rollout to its end, across any number of pushes, and return them in the order given.
 
-        A rollout may arrive with tokens already sampled elsewhere; it continues from them. Raises
-        :class:`EngineError` when a rollout goes ``rollout_timeout`` seconds without a new token or vLLM dies.
+        A rollout may arrive with tokens already sampled elsewhere; it continues from them. ``sampling`` is the engine's
+        own unless given. A rollout whose requests stall again and again comes back with the reason ``failed``.
         """
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._finish(rollout)) for rollout in rollouts]
-        return [task.result() for task in tasks]
+        if self._leaving:
+            return Returned(rollouts, self._leaving)
+        call = _Call(sampling or self.settings.sampling, len(rollouts))
+        self._calls.append(call)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._finish(rollout, call)) for rollout in rollouts]
+        finally:
+            self._calls.remove(call)
+        done = [task.result() for task in tasks]
+        return Returned(done, call.leaving if any(rollout.finish_reason is None for rollout in done) else "")
 
-    async def _finish(self, rollout: Rollout) -> Rollout:
+    async def _finish(self, rollout: Rollout, call: _Call) -> Rollout:
         """The resume loop of one rollout: submit, keep what came back, ask what is next."""
         self._live[rollout.id] = rollout
-        submissions = 0
+        submissions = stalls = 0
         try:
-            while not isinstance(decision := next_submission(self.settings.sampling, rollout), Finished):
-                await self._gate.wait()
-                version = self.version
-                assert version is not None, "the gate opens only after a version is published"
-                resumes = rollout.resumes + (submissions > 0)
-                segment = await self._submit(rollout.id, decision, version)
-                rollout = replace(rollout.extended(segment), resumes=resumes)
+            while not isinstance(decision := next_submission(call.sampling, rollout), Finished):
+                if not await self._admitted(call):
+                    return rollout
+                request = await self._submit(rollout.id, decision, call)
+                for segment in request.segments():
+                    rollout = rollout.extended(segment)
+                rollout = replace(rollout, resumes=rollout.resumes + (submissions > 0))
                 self._live[rollout.id] = rollout
                 submissions += 1
+                stalls = stalls + 1 if request.stalled else 0
+                if stalls >= self.settings.rollout_tries:
+                    return replace(rollout, finish_reason="failed")
             return replace(rollout, finish_reason=decision.reason)
         finally:
             del self._live[rollout.id]
 
-    async def _submit(self, rollout_id: str, submission: Submission, version: int) -> Segment:
-        """One request to vLLM, from hand-in to its end (natural or aborted), as a segment of ``version``."""
-        request_id = f"{rollout_id}/{next(self._ids)}"
-        self._submitted.add(request_id)
-        self._idle.clear()
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        try:
-            async for output in self._outputs(request_id, submission):
-                completion = output.outputs[0]
-                token_ids.extend(completion.token_ids)
-                self._generated += len(completion.token_ids)
-                for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
-                    logprobs.append(entry[token_id].logprob)
-                if output.finished:
-                    self._check_versions(request_id, completion.weight_versions, len(token_ids), version)
-        finally:
-            self._submitted.discard(request_id)
-            if not self._submitted:
-                self._idle.set()
-        return Segment(tuple(token_ids), tuple(logprobs), version)
+    async def _admitted(self, call: _Call) -> bool:
+        """Wait at the gate. False when the rollouts of the call are to be handed back instead."""
+        while not call.leaving and not self._serving:
+            await self._changed.wait()
+        return not call.leaving
 
-    async def _outputs(self, request_id: str, submission: Submission) -> AsyncIterator[Any]:
-        """vLLM's outputs of one request; each has ``rollout_timeout`` seconds to arrive."""
+    def _look_again(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _submit(self, rollout_id: str, submission: Submission, call: _Call) -> Request:
+        """One request to vLLM, from hand-in to its end, however that comes about."""
         from vllm.inputs.engine import tokens_input
 
-        limit = self.settings.rollout_timeout
-        loop = asyncio.get_running_loop()
-        stream = self.llm.generate(
-            tokens_input(list(submission.prompt_token_ids)),
-            _sampling_params(self.settings.sampling, submission),
-            request_id,
-        )
+        request = Request(f"{rollout_id}/{next(self._ids)}")
+        self._requests[request.id] = call.requests[request.id] = request
+        self._idle.clear()
+        prompt = tokens_input(list(submission.prompt_token_ids))
+        params = sampling_params(call.sampling, submission)
         try:
-            async with asyncio.timeout(limit) as deadline:
-                async for output in stream:
-                    deadline.reschedule(loop.time() + limit)
-                    yield output
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.settings.name}: request {request_id} went {limit:.0f} s without a new token "
-                "(engine.rollout_timeout)"
-            ) from error
+            await request.run(self.llm, prompt, params, self.settings.rollout_timeout, self._served_version)
+            self._counts["relabelled"] += request.check_versions(may_differ=self._mode == "keep")
+        except VersionMismatchError as error:
+            raise EngineError(f"{self.settings.name}: {error}") from error
+        except Exception as error:
+            if not self.llm.errored:
+                raise
+            self._die(error)
+        finally:
+            del self._requests[request.id], call.requests[request.id]
+            if not self._requests:
+                self._idle.set()
+        self._counts["generated_tokens"] += len(request.token_ids)
+        self._counts["cached_tokens"] += request.cached_tokens
+        self._counts["stalled"] += request.stalled
+        return request
 
-    def _check_versions(self, request_id: str, spans: Any, count: int, version: int) -> None:
-        """Our tag must agree with the label vLLM recorded for the tokens (invariant 2)."""
-        if count and {span.version for span in spans or ()} != {str(version)}:
-            raise EngineError(
-                f"{self.settings.name}: request {request_id} was tagged with version {version}, but vLLM sampled it "
-                f"with {spans}"
-            )
+    def _served_version(self) -> int:
+        assert self.version is not None, "the gate opens only after a version is published"
+        return self.version
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Take no rollouts any more; hand back all there are, with their tokens. Returns when that is done."""
+        self._leaving = self._leaving or "drained"
+        self._serving = False
+        for call in self._calls:
+            call.leaving = self._leaving
+        self._look_again()
+        async with asyncio.timeout(self.settings.pause_timeout):
+            await self._abort_everything()
+
+    async def release(self, count: int) -> int:
+        """Hand back about ``count`` rollouts, those that came last, for another engine to finish.
+
+        Whole calls leave, and only those that have nothing at vLLM: it is meant for a paused engine. Returns how many
+        rollouts are leaving.
+        """
+        waiting = [call for call in self._calls if not call.requests and not call.leaving]
+        released = 0
+        for call in reversed(waiting):
+            if released >= count:
+                break
+            call.leaving = "moved"
+            released += call.size
+        self._look_again()
+        return released
+
+    def _die(self, error: BaseException) -> None:
+        """vLLM is dead: hand everything back."""
+        self._leaving = f"lost: {type(error).__name__}: {error}"
+        self._serving = False
+        for call in self._calls:
+            call.leaving = self._leaving
+        self._look_again()
 
     # -- pushes -----------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> int:
-        """Close the gate and abort everything that was handed to vLLM. Returns the number of requests aborted.
+    async def pause(self, mode: PushMode = "abort", kv_cache: KvCache = "recompute") -> int:
+        """Close the gate and stop generation. Returns the number of requests that were running or waiting.
 
-        Returns only when every request has come back with its tokens: a request that was on its way to the scheduler
-        while the abort ran is caught by the next round (R11), so no grace period is needed.
+        Mode ``abort`` returns only when every request has come back with its tokens; ``wait`` when each has run to its
+        end; ``keep`` leaves them frozen inside vLLM. Pausing a paused engine does it again, with a warning.
         """
-        self._gate.clear()
-        aborted = len(self._submitted)
-        async with asyncio.timeout(self.settings.pause_timeout):
-            await self.llm.pause_generation(mode="abort", clear_cache=True)
-            while self._submitted:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._idle.wait(), timeout=0.05)
-                if self._submitted:
-                    await self.llm.pause_generation(mode="abort", clear_cache=True)
-        return aborted
+        if not self._serving and self.version is not None:
+            logger.warning("%s is paused although it is paused already", self.settings.name)
+        self._serving = False
+        self._mode = mode
+        interrupted = len(self._requests)
+        drain = self.settings.drain_timeout if mode == "wait" else 0.0
+        async with asyncio.timeout(self.settings.pause_timeout + drain):
+            if mode == "keep":
+                for request in self._requests.values():
+                    request.hold()
+                await self.llm.pause_generation(mode="keep", clear_cache=kv_cache == "recompute")
+                return interrupted
+            if mode == "wait":
+                await self._idle.wait()
+            await self._abort_everything()
+        return interrupted
+
+    async def _abort_everything(self) -> None:
+        """Abort until every request that was handed to vLLM has come back; its caches of old weights are dropped.
+
+        A request that was on its way to the scheduler while the abort ran is caught by the next round (R11), so no
+        grace period is needed.
+        """
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
+        while self._requests:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout=0.05)
+            if self._requests:
+                await self.llm.pause_generation(mode="abort", clear_cache=True)
 
     async def resume(self, version: int) -> None:
         """Open the gate: from now on new tokens are sampled from ``version``, unfinished rollouts first.
 
         Raises :class:`EngineError` when vLLM holds another version: an engine that missed a push must not serve.
+        Resuming an engine that serves this version changes nothing, with a warning.
         """
+        if self._leaving:
+            raise EngineLostError(f"{self.settings.name} cannot serve: it is {self._leaving}")
         held = await self.llm.get_weight_version()
         if held != str(version):
             raise EngineError(f"{self.settings.name} holds weights {held!r} and cannot serve version {version}")
+        if self._serving:
+            logger.warning("%s is resumed although it serves already", self.settings.name)
         self.version = version
         await self.llm.resume_generation()
-        self._gate.set()
+        for request in self._requests.values():
+            request.go_on()
+        self._serving = True
+        self._look_again()
 
     async def confirm(self, version: int, manifest: tuple[tuple[str, str, tuple[int, ...]], ...]) -> None:
         """Confirm that ``version`` arrived completely: same names, dtypes and shapes as the learner sent."""
@@ -234,7 +294,7 @@ class Engine:
 
     async def start_weight_update(self) -> None:
         """Prepare the model for new weights. The engine must be paused."""
-        if self._gate.is_set():
+        if self._serving:
             raise EngineError(f"{self.settings.name}: a weight update was started while the engine serves")
         self._manifest = ()
         await self.llm.start_weight_update()
@@ -259,13 +319,12 @@ class Engine:
         return list(self._live.values())
 
     async def stats(self) -> dict[str, float]:
-        """Counters of this engine: tokens generated since start, rollouts in flight, requests at vLLM."""
-        return {
-            "generated_tokens": float(self._generated),
-            "in_flight": float(len(self._live)),
-            "submitted": float(len(self._submitted)),
-            "time": time.monotonic(),
-        }
+        """Counters since the start: tokens generated, prompt tokens found in the prefix cache, requests that stalled,
+        tokens whose version tag vLLM corrected; and what is there now: rollouts in flight, requests at vLLM."""
+        arriving = sum(len(request.token_ids) for request in self._requests.values())
+        stats = {name: float(count) for name, count in self._counts.items()}
+        stats["generated_tokens"] += arriving
+        return stats | {"in_flight": float(len(self._live)), "submitted": float(len(self._requests))}
 
     async def prompt_logprobs(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         """Log-probabilities at temperature 1 of each sequence's tokens after the first, under the held weights."""
@@ -282,57 +341,3 @@ class Engine:
                 entries = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
                 result = [entry[token_id].logprob for token_id, entry in entries]
         return result
-
-
-def _sampling_params(sampling: Sampling, submission: Submission) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=submission.max_tokens,
-        min_tokens=submission.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        # Every end-of-sequence id is in stop_token_ids, so vLLM's own choice of one of them must not interfere.
-        ignore_eos=True,
-        stop_token_ids=sorted(sampling.stop_token_ids),
-        logprobs=0,
-        detokenize=False,
-        # Deltas leave the engine as they are sampled: they are what survives its death.
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def _build_llm(settings: EngineSettings) -> AsyncLLM:
-    with quick_imports():
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-    if settings.prestart_core:
-        use_prestarted_core()
-    arguments: dict[str, Any] = {
-        "model": settings.model_path,
-        "dtype": settings.dtype,
-        "seed": settings.seed,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_running,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "trust_remote_code": settings.trust_remote_code,
-        # Log-probabilities of the distribution that was sampled from, not of the raw logits (L5).
-        "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "weight_transfer_config": WeightTransferConfig(backend=settings.transfer_backend),
-    }
-    if settings.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    if settings.block_size is not None:
-        arguments["block_size"] = settings.block_size
-    if settings.executor is not None:
-        arguments["distributed_executor_backend"] = settings.executor
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

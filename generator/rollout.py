@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
-"""Why a rollout ended: the model stopped by itself, or the response budget ran out. Never ``abort``."""
+FinishReason = Literal["stop", "length", "failed"]
+"""Why a rollout ended: the model stopped by itself, the response budget ran out, or no engine could get on with it.
+
+Never ``abort``: that ends a request, not a rollout."""
 
 
 class RolloutError(ValueError):
@@ -71,7 +73,7 @@ class Rollout:
                 )
         if any(later < earlier for earlier, later in zip(self.versions, self.versions[1:], strict=False)):
             raise RolloutError(f"rollout {self.id}: policy versions decrease along the response: {self.versions}")
-        if self.finish_reason not in (None, "stop", "length"):
+        if self.finish_reason not in (None, "stop", "length", "failed"):
             raise RolloutError(f"rollout {self.id}: {self.finish_reason!r} is not a final finish reason")
 
     @property

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from generator.actor import RayEngine
 from generator.pool import EnginePool
 from trainer.admission import Admission
 from trainer.config import Config
@@ -18,6 +19,7 @@ from trainer.placement import (
     engine_room,
     engine_settings,
     learner_threads,
+    pool_settings,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -39,12 +41,7 @@ async def assemble(config: Config, inputs: Inputs, watch: Watch, first_step: int
 
     ``first_step`` is the number of optimizer steps made before, in the run that this one continues.
     """
-    engines = EnginePool(
-        engine_settings(config, inputs.model, inputs.prompts.longest_prompt, first_step),
-        engine_resources(config),
-        config.engine.start_timeout,
-        INNER_SHARE * config.weight_sync.timeout,
-    )
+    engines = EnginePool(lambda number: _make_engine(config, inputs, first_step, number), pool_settings(config))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engines.shutdown)
         watch.waiting(f"starting {config.engine.count} engine(s) and {config.learner.ranks} learner rank(s)")
@@ -55,8 +52,16 @@ async def assemble(config: Config, inputs: Inputs, watch: Watch, first_step: int
             stack.push_async_callback(learner.close)
             starting.create_task(learner.start())
         watch.waiting("connecting learner and engines, pushing the first version")
-        await _connect(config, learner, engines)
         yield _parts(config, inputs, watch, engines, learner)
+
+
+def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
+    return RayEngine(
+        engine_settings(config, inputs.model, inputs.prompts.longest_prompt, first_step, number),
+        engine_resources(config),
+        config.engine.start_timeout,
+        INNER_SHARE * config.weight_sync.timeout,
+    )
 
 
 def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
@@ -77,14 +82,16 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
     return LearnerGroup(spec)
 
 
-async def _connect(config: Config, learner: LearnerGroup, engines: EnginePool) -> None:
-    """Build the group in which weights travel: the learner's first rank and every worker of every engine."""
+async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) -> None:
+    """Build the group in which weights travel: the learner's first rank and every worker of the engines there are."""
     sync = config.weight_sync
+    members = await engines.take_members()
     await learner.connect_weights(
-        engines.handles,
+        [link.handle for link in members],
+        names=[link.name for link in members],
         address=learner.address if sync.address == "auto" else sync.address,
         port=0,
-        world_size=1 + config.engine.count * config.engine.tensor_parallel,
+        world_size=1 + sum(link.workers for link in members),
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,
@@ -101,7 +108,13 @@ def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, le
         rewards=RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers),
         decode=lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True),
         learner=learner,
-        pusher=Pusher(learner, engines, config.weight_sync.timeout),
+        pusher=Pusher(
+            learner,
+            engines,
+            config.weight_sync.timeout,
+            connect=lambda: connect(config, learner, engines),
+            drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
+        ),
         admission=Admission(
             batch_prompts=config.batch.prompts,
             max_versions=config.staleness.max_versions,

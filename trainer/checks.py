@@ -23,7 +23,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "algorithm.correction": ("token_truncate", "token_mask", "none"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum"),
     "learner.packing": ("shared_prompt", "padded"),
-    "weight_sync.mode": ("abort",),
+    "engine.on_failed": ("drop_rollout", "drop_group"),
+    "weight_sync.mode": ("abort", "keep", "wait"),
+    "weight_sync.kv_cache": ("recompute", "reuse"),
     "weight_sync.backend": ("auto", "gloo", "nccl"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
@@ -52,6 +54,8 @@ AT_LEAST: dict[str, float] = {
     "engine.tensor_parallel": 1,
     "engine.max_running": 1,
     "engine.max_model_len": 0,
+    "engine.rollout_tries": 1,
+    "engine.max_restarts": 0,
     "weight_sync.bucket_mib": 1,
     "rewarding.workers": 1,
     "checkpoint.every": 0,
@@ -66,6 +70,7 @@ POSITIVE = (
     "engine.start_timeout",
     "engine.rollout_timeout",
     "weight_sync.timeout",
+    "weight_sync.drain_timeout",
     "rewarding.timeout",
     "shutdown.timeout",
 )

@@ -101,15 +101,20 @@ class EngineConfig:
     cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: the cores, shared by the engines
     cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
     start_timeout: float = 900.0  # seconds until an engine must have started
-    rollout_timeout: float = 900.0  # seconds a rollout may go without a new token
+    rollout_timeout: float = 900.0  # seconds a request may go without a new token; then it is submitted again
+    rollout_tries: int = 3  # requests in a row that may go without a token; then the rollout has failed
+    on_failed: str = "drop_rollout"  # drop_rollout, drop_group: what a failed rollout costs
+    max_restarts: int = 10  # lost engines that are replaced in a run
 
 
 @dataclass
 class WeightSyncConfig:
-    mode: str = "abort"  # what happens to running requests: abort
+    mode: str = "abort"  # running requests: abort (and submit again), keep (frozen meanwhile), wait (for their end)
+    kv_cache: str = "recompute"  # mode keep: recompute the frozen requests' KV cache under new weights, or reuse it
     backend: str = "auto"  # auto, gloo, nccl
     bucket_mib: int = 25  # packed bytes that travel in one collective
     timeout: float = 120.0  # seconds each step of a push may take
+    drain_timeout: float = 900.0  # mode wait: seconds until running requests must have ended
     address: str = "auto"  # where the learner's first rank listens; auto: its node's address, loopback when local
 
 

@@ -71,6 +71,7 @@ class LearnerActor:
     def connect_weights(
         self,
         engines: Sequence[Any],
+        names: Sequence[str],
         address: str,
         port: int,
         world_size: int,
@@ -87,7 +88,7 @@ class LearnerActor:
             self._sender = WeightSender(
                 source, backend=backend, rank=self._learner.rank, bucket_bytes=bucket_bytes, timeout=timeout
             )
-        self._sender.connect(engines, address, port, world_size)
+        self._sender.connect(engines, address, port, world_size, names)
 
     def prepare_push(self) -> Manifest:
         return self._sender.prepare()
@@ -164,6 +165,7 @@ class LearnerGroup:
         self,
         engines: Sequence[Any],
         *,
+        names: Sequence[str],
         address: str,
         port: int,
         world_size: int,
@@ -177,7 +179,15 @@ class LearnerGroup:
         dtype of the forward pass, which is also the engines'.
         """
         await self._call(
-            "connect_weights", list(engines), address, port, world_size, backend, bucket_bytes, transfer_timeout
+            "connect_weights",
+            list(engines),
+            list(names),
+            address,
+            port,
+            world_size,
+            backend,
+            bucket_bytes,
+            transfer_timeout,
         )
 
     async def prepare(self) -> Manifest:

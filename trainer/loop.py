@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from generator.rollout import Group, Prompt, Rollout
+from generator.rollout import Group, Prompt, Rollout, ScoredRollout
 from trainer.admission import Admission, expire
 from trainer.batch import Batch, make_batch
 from trainer.config import Config
@@ -59,6 +59,8 @@ class Parts:
     watch: Watch
     buffer: Buffer = field(default_factory=lambda: Buffer())  # defined below
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
+    weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights change or travel."""
     steps_done: int = 0
     """Optimizer steps made, those before a checkpoint was continued included."""
     in_training: Batch | None = None
@@ -76,11 +78,13 @@ async def train(parts: Parts) -> None:
     The weights at start are pushed first, as version 0 (or the version of the checkpoint): a path that is broken fails
     in the first minute, and an engine never samples from weights that the learner did not send.
     """
-    await push(parts, version=parts.steps_done)
+    async with parts.weights:
+        await push(parts, version=parts.steps_done)
     async with asyncio.TaskGroup() as tasks:
-        producing = tasks.create_task(produce(parts))
+        helping = [tasks.create_task(produce(parts)), tasks.create_task(equip_engines(parts))]
         await learn(parts)
-        producing.cancel()
+        for task in helping:
+            task.cancel()
 
 
 async def produce(parts: Parts) -> None:
@@ -105,8 +109,7 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
     with parts.watch.trace.span("engine", f"prompt {prompt.id}", version=version):
         finished = await parts.engines.generate(rollouts)
     with parts.watch.trace.span("reward", f"prompt {prompt.id}"):
-        texts = [parts.decode(rollout.response_token_ids) for rollout in finished]
-        group = Group(prompt, await parts.rewards.score(prompt, finished, texts), version)
+        group = Group(prompt, await score(parts, prompt, finished), version)
     parts.watch.finished(group)
     if all(rollout.reward is None for rollout in group.rollouts):
         unscored(parts, group)
@@ -115,6 +118,16 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
         parts.admission.finished()
         parts.buffer.put(group)
     parts.place_freed.set()
+
+
+async def score(parts: Parts, prompt: Prompt, rollouts: list[Rollout]) -> tuple[ScoredRollout, ...]:
+    """Reward every rollout that came to its end. One that failed has no reward, or costs its whole group theirs."""
+    ended = [rollout for rollout in rollouts if rollout.finish_reason != "failed"]
+    if len(ended) < len(rollouts) and parts.config.engine.on_failed == "drop_group":
+        ended = []
+    texts = [parts.decode(rollout.response_token_ids) for rollout in ended]
+    scored = {item.rollout.id: item for item in await parts.rewards.score(prompt, ended, texts)} if ended else {}
+    return tuple(scored.get(rollout.id, ScoredRollout(rollout, "", None, {})) for rollout in rollouts)
 
 
 def unscored(parts: Parts, group: Group) -> None:
@@ -139,11 +152,12 @@ async def learn(parts: Parts) -> None:
         waited = time.monotonic() - started
 
         version = parts.admission.version
-        with parts.watch.trace.span("learner", f"step {parts.steps_done + 1}"):
-            metrics = await parts.learner.train(batch.rollouts, version)
-        step_done(parts)
-        metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
-        await push(parts, version + 1)
+        async with parts.weights:
+            with parts.watch.trace.span("learner", f"step {parts.steps_done + 1}"):
+                metrics = await parts.learner.train(batch.rollouts, version)
+            step_done(parts)
+            metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
+            await push(parts, version + 1)
 
         await asyncio.to_thread(report_step, parts, metrics)
         await maybe_checkpoint(parts)
@@ -196,6 +210,15 @@ async def push(parts: Parts, version: int) -> None:
         parts.admission.published(version)
     parts.place_freed.set()
     parts.watch.push(push_record(report, started, parts.engines.interrupted))
+
+
+async def equip_engines(parts: Parts) -> None:
+    """Bring the published version to engines that joined in the middle of the run, as soon as no other push does."""
+    while True:
+        await parts.engines.joined.wait()
+        async with parts.weights:
+            if parts.engines.joined.is_set():
+                await push(parts, parts.admission.version)
 
 
 async def maybe_checkpoint(parts: Parts) -> None:

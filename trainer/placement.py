@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from generator.engine import EngineSettings
-from generator.pool import Resources
+from generator.actor import Resources
+from generator.launch import EngineSettings
+from generator.pool import PoolSettings
 from generator.resume import Sampling
 from trainer.checks import ConfigError
 from trainer.config import Config
@@ -68,37 +69,48 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> S
 
 
 def engine_settings(
-    config: Config, model: ResolvedModel, longest_prompt: int, first_step: int = 0
-) -> list[EngineSettings]:
-    """The settings of every engine. A continued run samples from other random streams than its first part did."""
+    config: Config, model: ResolvedModel, longest_prompt: int, first_step: int = 0, number: int = 0
+) -> EngineSettings:
+    """The settings of engine ``number``. A continued run samples from other random streams than its first part did."""
     engine = config.engine
     max_model_len = engine.max_model_len or longest_prompt + config.sampling.max_tokens
     on_cpu = device_kind(config) == "cpu"
-    return [
-        EngineSettings(
-            name=f"engine {number}",
-            model_path=model.path,
-            dtype=model.dtype,
-            sampling=make_sampling(config, model, max_model_len),
-            max_model_len=max_model_len,
-            max_running=engine.max_running,
-            transfer_backend=transfer_backend(config),
-            seed=config.seed + number + SEED_STRIDE * first_step,
-            tensor_parallel=engine.tensor_parallel,
-            enforce_eager=engine.enforce_eager,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            kv_cache_bytes=((engine.kv_cache_mib << 20) or KV_BYTES_ON_CPU) if on_cpu else None,
-            rollout_timeout=engine.rollout_timeout,
-            pause_timeout=0.6 * config.weight_sync.timeout,  # inside the pool's deadline for the same call
-            trust_remote_code=config.model.trust_remote_code,
-            # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
-            block_size=CPU_BLOCK_SIZE if on_cpu else None,
-            executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
-            prestart_core=on_cpu and engine.tensor_parallel == 1,
-            environment=engine_environment(config) if on_cpu else {},
-        )
-        for number in range(engine.count)
-    ]
+    return EngineSettings(
+        name=f"engine {number}",
+        model_path=model.path,
+        dtype=model.dtype,
+        sampling=make_sampling(config, model, max_model_len),
+        max_model_len=max_model_len,
+        max_running=engine.max_running,
+        transfer_backend=transfer_backend(config),
+        seed=config.seed + number + SEED_STRIDE * first_step,
+        tensor_parallel=engine.tensor_parallel,
+        enforce_eager=engine.enforce_eager,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_bytes=((engine.kv_cache_mib << 20) or KV_BYTES_ON_CPU) if on_cpu else None,
+        rollout_timeout=engine.rollout_timeout,
+        rollout_tries=engine.rollout_tries,
+        pause_timeout=0.6 * config.weight_sync.timeout,  # inside the pool's deadline for the same call
+        drain_timeout=config.weight_sync.drain_timeout,
+        trust_remote_code=config.model.trust_remote_code,
+        # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
+        block_size=CPU_BLOCK_SIZE if on_cpu else None,
+        executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
+        prestart_core=on_cpu and engine.tensor_parallel == 1,
+        environment=engine_environment(config) if on_cpu else {},
+    )
+
+
+def pool_settings(config: Config) -> PoolSettings:
+    """How the engine pool behaves."""
+    return PoolSettings(
+        count=config.engine.count,
+        max_running=config.engine.max_running,
+        max_restarts=config.engine.max_restarts,
+        serve_timeout=config.engine.start_timeout,
+        mode=config.weight_sync.mode,  # type: ignore[arg-type]  # checked
+        kv_cache=config.weight_sync.kv_cache,  # type: ignore[arg-type]  # checked
+    )
 
 
 def engine_threads(config: Config) -> int:

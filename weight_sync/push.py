@@ -1,13 +1,17 @@
 """The push protocol: how a new policy version gets from the learner into every engine.
 
-The order is prepare, gate, transfer, confirm, publish, resume. Up to the transfer the engines still hold the old
-version whole, so a failure there lets them go on with it. From the transfer on they may hold half of each: after a
-failure nothing is published and the gate stays closed until a complete push or a fresh engine repairs them.
+The order is prepare, connect (only when engines joined or left), gate, transfer, confirm, publish, resume. Up to the
+transfer the engines still hold the old version whole, so a failure there lets them go on with it. From the transfer on
+they may hold half of each: after a failure nothing is published and the gate stays closed until a complete push.
+
+A push that fails because of an engine costs that engine: it is ended, and the others get the whole version again,
+through a new group. Nothing is ever retried inside a collective, and a group that failed is never used again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +22,8 @@ from typing import Protocol, TypeVar
 from weight_sync.manifest import Manifest
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class PushError(RuntimeError):
@@ -50,11 +56,21 @@ class PushError(RuntimeError):
         return PushError, (self.step, self.reason, self.engine)
 
 
+def engine_of(error: BaseException | str | None) -> str | None:
+    """The name of the engine that an error, or what caused it, blames; ``None`` if it blames none."""
+    while isinstance(error, BaseException):
+        if name := getattr(error, "engine", None):
+            return str(name)
+        error = error.__cause__ or getattr(error, "cause", None)
+    return None
+
+
 class Step(Enum):
     """Where a push stands. The values name the steps in errors, reports and metrics."""
 
     IDLE = "idle"
     PREPARE = "prepare"
+    CONNECT = "connect"
     GATE = "gate"
     TRANSFER = "transfer"
     CONFIRM = "confirm"
@@ -95,10 +111,15 @@ class Learner(Protocol):
 
 
 class Engines(Protocol):
-    """The receiving side: every serving engine."""
+    """The receiving side: every engine that serves or is about to."""
 
-    async def close_gate_and_abort(self) -> None:
-        """Submit nothing any more and abort what runs; finished tokens are kept. Repeatable."""
+    @property
+    def members_changed(self) -> bool:
+        """Whether engines joined or left since the transfer group was built."""
+        ...
+
+    async def close_gate(self) -> None:
+        """Submit nothing any more and stop what runs; sampled tokens are kept. Repeatable."""
         ...
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
@@ -113,17 +134,29 @@ class Engines(Protocol):
         """Open the gate: unfinished rollouts first."""
         ...
 
+    async def quarantine(self, engine: str | None) -> bool:
+        """End the ``engine`` that failed, if one is named, and all that do not answer. True if there were any."""
+        ...
+
+
+async def _nothing_to_connect() -> None:
+    pass
+
 
 @dataclass
 class Pusher:
     """Runs pushes one at a time. ``timeout`` bounds each step, in seconds; ``clock`` returns seconds.
 
-    ``step`` says where the running push stands; ``published`` is the version published last, ``None`` before the first.
+    ``connect`` builds the transfer group with the engines of the moment. ``drain_timeout`` is what closing the gate may
+    take beside ``timeout``, where requests run to their end first. ``step`` says where the running push stands;
+    ``published`` is the version published last, ``None`` before the first.
     """
 
     learner: Learner
     engines: Engines
     timeout: float
+    connect: Callable[[], Awaitable[None]] = _nothing_to_connect
+    drain_timeout: float = 0.0
     clock: Callable[[], float] = time.monotonic
     published: int | None = None
     step: Step = field(default=Step.IDLE, init=False)
@@ -132,23 +165,36 @@ class Pusher:
     async def push(self, version: int) -> PushReport:
         """Bring ``version`` into every engine and publish it.
 
-        Raises :class:`PushError` naming the step that failed; refuses a second push while one runs, and a version
-        older than the published one.
+        Raises :class:`PushError` naming the step that failed, unless ending the engines that caused it leaves others
+        that succeed; refuses a second push while one runs, and a version older than the published one. The published
+        version may be pushed again, for engines that joined.
         """
         if self.step is not Step.IDLE:
             raise PushError("start", f"version {version} was asked for while a push is at {self.step.value}")
         if self.published is not None and version < self.published:
             raise PushError("start", f"version {version} is older than the published version {self.published}")
-        self._seconds = {}
         try:
-            return await self._run(version)
+            while True:
+                try:
+                    return await self._run(version)
+                except PushError as failure:
+                    if not await self.engines.quarantine(engine_of(failure)):
+                        raise
+                    logger.warning("%s; the other engines get version %d again", failure, version)
+        except BaseException as failure:
+            if self.step is Step.GATE and self.published is not None:
+                await self._go_on(failure)
+            raise
         finally:
             self.step = Step.IDLE
 
     async def _run(self, version: int) -> PushReport:
+        self._seconds = {}
         manifest = await self._within(Step.PREPARE, self.learner.prepare)
+        if self.engines.members_changed:
+            await self._within(Step.CONNECT, self.connect)
         paused_at = self.clock()
-        await self._gate()
+        await self._within(Step.GATE, self.engines.close_gate, self.drain_timeout)
         sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version))
         if sent.bytes != manifest.total_bytes:
             raise PushError("transfer", f"{sent.bytes} bytes were sent, the manifest lists {manifest.total_bytes}")
@@ -159,29 +205,24 @@ class Pusher:
         await self._within(Step.RESUME, self.engines.resume)
         return PushReport(version, sent.bytes, sent.buckets, dict(self._seconds), self.clock() - paused_at)
 
-    async def _gate(self) -> None:
-        """Close the gate; if that fails, open it again: every engine still holds the old version whole."""
+    async def _go_on(self, failure: BaseException) -> None:
+        """Nothing was sent yet: open the gates again, every engine still holds the old version whole."""
         try:
-            await self._within(Step.GATE, self.engines.close_gate_and_abort)
-        except PushError as failure:
-            if self.published is None:
-                raise  # there is no old version to go on with
-            try:
-                async with asyncio.timeout(self.timeout):
-                    await self.engines.resume()
-            except Exception as resuming:
-                failure.add_note(f"and the engines could not be resumed on the old version: {resuming!r}")
-            raise
+            async with asyncio.timeout(self.timeout):
+                await self.engines.resume()
+        except Exception as resuming:
+            failure.add_note(f"and the engines could not be resumed on the old version: {resuming!r}")
 
-    async def _within(self, step: Step, call: Callable[[], Awaitable[Result]]) -> Result:
+    async def _within(self, step: Step, call: Callable[[], Awaitable[Result]], extra: float = 0.0) -> Result:
+        limit = self.timeout + extra
         async with self._timed(step):
             try:
-                async with asyncio.timeout(self.timeout) as deadline:
+                async with asyncio.timeout(limit) as deadline:
                     return await call()
             except TimeoutError as error:
                 if not deadline.expired():
                     raise
-                raise PushError(step.value, f"no answer within {self.timeout:g} s (weight_sync.timeout)") from error
+                raise PushError(step.value, f"no answer within {limit:g} s (weight_sync.timeout)") from error
 
     @asynccontextmanager
     async def _timed(self, step: Step) -> AsyncIterator[None]:

@@ -8,9 +8,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from generator.engine import Engine, EngineError, EngineSettings
+from generator.engine import Engine
+from generator.launch import EngineSettings
+from generator.link import EngineError, KvCache, PushMode
 from generator.resume import Sampling
-from generator.rollout import Rollout
+from generator.rollout import Rollout, Segment
 from tests.tiny import ModuleLearner, next_token_logprobs, tiny_llama
 from weight_sync.push import Pusher
 
@@ -23,12 +25,16 @@ MAX_RUNNING = 6
 class OneEngine:
     """The engines' side of the push protocol for a single engine without an actor around it."""
 
+    members_changed = False
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.version: int | None = None
+        self.mode: PushMode = "abort"
+        self.kv_cache: KvCache = "recompute"
 
-    async def close_gate_and_abort(self) -> None:
-        await self.engine.pause()
+    async def close_gate(self) -> None:
+        await self.engine.pause(self.mode, self.kv_cache)
 
     async def confirm(self, version: int, manifest) -> None:
         entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
@@ -40,6 +46,9 @@ class OneEngine:
     async def resume(self) -> None:
         assert self.version is not None
         await self.engine.resume(self.version)
+
+    async def quarantine(self, engine: str | None) -> bool:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +124,7 @@ async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they
     for name in ("B", "A", "B"):
         await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
         by_version[await push(pusher, learner, models[name])] = models[name]
-    finished = await asyncio.wait_for(task, timeout=300)
+    finished = (await asyncio.wait_for(task, timeout=300)).rollouts
 
     assert [rollout.id for rollout in finished] == [rollout.id for rollout in started]
     assert max(rollout.version_count for rollout in finished) >= 3
@@ -154,7 +163,7 @@ async def test_two_pushes_in_quick_succession_lose_no_token(engine, learner, pus
     await sampled(engine, 30)
     await push(pusher, learner, models["A"])
     await push(pusher, learner, models["B"])
-    finished = await asyncio.wait_for(task, timeout=300)
+    finished = (await asyncio.wait_for(task, timeout=300)).rollouts
     for rollout in finished:
         assert len(rollout.response_token_ids) == MAX_TOKENS
         assert rollout.resumes == 2
@@ -167,7 +176,7 @@ async def test_a_paused_engine_holds_new_rollouts_and_serves_them_after_the_resu
     assert (await engine.stats())["submitted"] == 0
     assert not task.done()
     await engine.resume(pusher.published)
-    (rollout,) = await asyncio.wait_for(task, timeout=300)
+    (rollout,) = (await asyncio.wait_for(task, timeout=300)).rollouts
     assert len(rollout.response_token_ids) == MAX_TOKENS
 
 
@@ -183,10 +192,8 @@ async def test_a_weight_update_of_a_serving_engine_is_refused(engine):
 
 
 async def test_a_rollout_that_has_tokens_already_continues_from_them(engine):
-    whole = (await engine.generate(prompts(1)))[0]
+    (whole,) = (await engine.generate(prompts(1))).rollouts
     half = MAX_TOKENS // 2
-    from generator.rollout import Segment
-
     begun = prompts(1)[0].extended(Segment(whole.response_token_ids[:half], whole.logprobs[:half], whole.versions[0]))
-    (continued,) = await engine.generate([begun])
+    (continued,) = (await engine.generate([begun])).rollouts
     assert continued.response_token_ids == whole.response_token_ids

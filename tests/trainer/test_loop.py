@@ -26,6 +26,7 @@ class Engines:
     interrupted: int = 0
     error_after: int | None = None
     calls: int = 0
+    joined: asyncio.Event = field(default_factory=asyncio.Event)
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -217,3 +218,42 @@ async def test_nothing_is_sampled_beyond_what_the_steps_need():
     run = await finish(parts(steps=4, bound=3))
     assert run.engines.calls == 4 * 3
     assert len(run.buffer) == 0
+
+
+async def test_an_engine_that_joins_gets_the_published_version_at_once():
+    run = parts(steps=3, bound=1)
+    run.engines.joined.set()
+    pushed = run.pusher.push
+
+    async def push(version: int) -> PushReport:
+        if run.pusher.pushed:
+            run.engines.joined.clear()
+        return await pushed(version)
+
+    run.pusher.push = push
+    await finish(run)
+    assert run.pusher.pushed == [0, 0, 1, 2, 3]
+
+
+@dataclass
+class Stalling(Engines):
+    """The first rollout of every group fails."""
+
+    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+        first, *others = await super().generate(rollouts)
+        return [replace(first, finish_reason="failed"), *others]
+
+
+async def test_a_failed_rollout_is_left_out_and_its_group_carries_on():
+    run = await finish(parts(engines=Stalling(), steps=3))
+    for group in run.watch.groups:
+        assert [r.reward is None for r in group.rollouts] == [True, False]
+        assert not any(group.rollouts[0].rollout.loss_mask)
+
+
+async def test_a_failed_rollout_costs_its_group_where_that_is_asked_for():
+    run = parts(engines=Stalling(), steps=3)
+    run.config.engine.on_failed = "drop_group"
+    with pytest.raises(ExceptionGroup) as failure:
+        await finish(run)
+    assert failure.group_contains(RewardError)

@@ -25,7 +25,7 @@ def test_ignoring_end_of_sequence_leaves_the_recipe_s_own_stops():
 
 
 def test_the_context_is_as_long_as_the_longest_prompt_needs():
-    (settings,) = placement.engine_settings(config("sampling.max_tokens=24"), MODEL, longest_prompt=10)
+    settings = placement.engine_settings(config("sampling.max_tokens=24"), MODEL, longest_prompt=10)
     assert settings.max_model_len == 34
 
 
@@ -39,13 +39,13 @@ def test_a_budget_or_context_that_the_model_does_not_have_is_refused(overrides, 
 
 
 def test_each_engine_has_its_own_name_and_random_stream():
-    settings = placement.engine_settings(config("engine.count=3"), MODEL, 10)
+    settings = [placement.engine_settings(config("engine.count=3"), MODEL, 10, number=n) for n in range(3)]
     assert [(s.name, s.seed) for s in settings] == [("engine 0", 0), ("engine 1", 1), ("engine 2", 2)]
 
 
 def test_threads_are_what_was_configured_and_never_zero(monkeypatch):
     monkeypatch.setattr(placement, "cpu_cores", lambda: 2)
-    assert placement.engine_threads(config()) == 1
+    assert placement.engine_threads(config()) == 2
     assert placement.learner_threads(config()) == 2
     assert placement.engine_threads(config("engine.count=8")) == 1
     assert placement.learner_threads(config("learner.ranks=8")) == 1
@@ -57,7 +57,7 @@ def test_a_gpu_engine_reserves_a_gpu_for_each_of_its_workers():
     gpu = compose_config(["recipe=ci_tiny", "hardware=gpu", "engine.tensor_parallel=4"])
     assert placement.engine_resources(gpu).gpus == 4
     assert placement.transfer_backend(gpu) == "nccl"
-    (settings,) = placement.engine_settings(gpu, replace(MODEL, dtype="bfloat16"), 10)
+    settings = placement.engine_settings(gpu, replace(MODEL, dtype="bfloat16"), 10)
     assert settings.block_size is None
     assert settings.environment == {}
 

@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from weight_sync.manifest import Manifest, ManifestEntry
-from weight_sync.push import Pusher, PushError, SendReport, Step
+from weight_sync.push import Pusher, PushError, SendReport, Step, engine_of
 
 MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 ORDER = ["prepare", "gate", "transfer", "confirm", "publish", "resume"]
@@ -16,6 +16,10 @@ class Script:
     def __init__(self, fail_at: str | None = None, hang_at: str | None = None) -> None:
         self.fail_at, self.hang_at = fail_at, hang_at
         self.calls: list[str] = []
+        self.members_changed = False
+        self.quarantined: list[str | None] = []
+        self.engines_left = 0
+        """How many failures cost an engine and leave others to go on with."""
         self.published: list[int] = []
         self.sent_bytes = MANIFEST.total_bytes
 
@@ -35,7 +39,7 @@ class Script:
         await self._do("transfer")
         return SendReport(bytes=self.sent_bytes, seconds=0.0, buckets=1)
 
-    async def close_gate_and_abort(self) -> None:
+    async def close_gate(self) -> None:
         await self._do("gate")
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
@@ -51,9 +55,18 @@ class Script:
     async def resume(self) -> None:
         await self._do("resume")
 
+    async def quarantine(self, engine: str | None) -> bool:
+        self.quarantined.append(engine)
+        self.engines_left -= 1
+        return self.engines_left >= 0
+
+    async def connect(self) -> None:
+        await self._do("connect")
+        self.members_changed = False
+
 
 def pusher(script: Script, **options) -> Pusher:
-    return Pusher(learner=script, engines=script, **{"timeout": 5.0, **options})
+    return Pusher(learner=script, engines=script, connect=script.connect, **{"timeout": 5.0, **options})
 
 
 async def test_a_push_takes_its_steps_in_order_and_reports_each():
@@ -99,6 +112,63 @@ async def test_a_gate_that_fails_is_opened_again_on_the_old_version():
     with pytest.raises(PushError, match="at gate"):
         await pusher(script, published=3).push(4)
     assert script.calls == ["prepare", "gate", "resume"]
+
+
+async def test_a_push_that_is_cancelled_at_the_gate_leaves_no_engine_paused():
+    script = Script(hang_at="gate")
+    run = pusher(script, published=3)
+    task = asyncio.create_task(run.push(4))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert script.calls == ["prepare", "gate", "resume"]
+    assert run.step is Step.IDLE
+
+
+async def test_the_transfer_group_is_built_anew_when_engines_joined_or_left_and_only_then():
+    script = Script()
+    script.members_changed = True
+    run = pusher(script)
+    await run.push(0)
+    await run.push(1)
+    assert script.calls == ["prepare", "connect", *ORDER[1:], *ORDER]
+
+
+async def test_an_engine_that_fails_a_push_is_ended_and_the_others_get_the_whole_version_again():
+    script = Script()
+    script.engines_left = 1
+    send = script.send
+
+    async def fail_once(version: int) -> SendReport:
+        script.send = send
+        await script._do("transfer")
+        raise PushError("update_weights", ConnectionError("it is gone"), "engine 1")
+
+    script.send = fail_once
+    report = await pusher(script, published=3).push(4)
+    assert script.quarantined == ["engine 1"]
+    assert script.calls == [*ORDER[:3], *ORDER]
+    assert report.version == 4
+
+
+async def test_a_failure_that_no_engine_is_to_blame_for_is_not_tried_again():
+    script = Script(fail_at="transfer")
+    with pytest.raises(PushError):
+        await pusher(script, published=3).push(4)
+    assert script.calls == ORDER[:3]
+    assert script.quarantined == [None]
+
+
+def test_the_blamed_engine_is_found_behind_other_errors():
+    try:
+        try:
+            raise PushError("update_weights", "it is gone", "engine 3")
+        except PushError as error:
+            raise RuntimeError("learner send failed on rank 0") from error
+    except RuntimeError as error:
+        assert engine_of(PushError("transfer", error)) == "engine 3"
+    assert engine_of(PushError("transfer", "nobody")) is None
 
 
 async def test_a_failure_to_prepare_does_not_touch_the_engines():

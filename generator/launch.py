@@ -1,0 +1,103 @@
+"""What vLLM is told: the settings of one engine, and the sampling parameters of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from generator.prestart import quick_imports, use_prestarted_core
+from generator.resume import Sampling, Submission
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine needs to start. Sizes in tokens unless the name says otherwise."""
+
+    name: str
+    model_path: str
+    dtype: str
+    sampling: Sampling
+    max_model_len: int
+    max_running: int
+    transfer_backend: str
+    seed: int = 0
+    tensor_parallel: int = 1
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.85
+    kv_cache_bytes: int | None = None
+    rollout_timeout: float = 900.0
+    """Seconds a request may go without a new token before it is taken back and submitted again."""
+    rollout_tries: int = 3
+    """So many requests of a rollout in a row may run into ``rollout_timeout`` before the rollout has failed."""
+    pause_timeout: float = 120.0
+    """Seconds a pause may take, in mode ``wait`` beside the time in which requests run to their end."""
+    drain_timeout: float = 900.0
+    """Seconds in which the requests of mode ``wait`` must have run to their end."""
+    trust_remote_code: bool = False
+    block_size: int | None = None
+    """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
+    executor: str | None = None
+    """vLLM's ``distributed_executor_backend``; ``None``: vLLM chooses."""
+    prestart_core: bool = False
+    """Whether the engine core's imports run beside the engine's, see ``generator.prestart``."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables set before vLLM is imported, for example the cores of a CPU engine."""
+
+
+def sampling_params(sampling: Sampling, submission: Submission) -> Any:
+    """vLLM's parameters of one request. What counts or looks at output tokens comes from the submission."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=submission.max_tokens,
+        min_tokens=submission.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        # Every end-of-sequence id is in stop_token_ids, so vLLM's own choice of one of them must not interfere.
+        ignore_eos=True,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+        # Deltas leave the engine as they are sampled: they are what survives its death.
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def build_llm(settings: EngineSettings) -> AsyncLLM:
+    """Start vLLM. Blocks for seconds to minutes."""
+    with quick_imports():
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+    if settings.prestart_core:
+        use_prestarted_core()
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_running,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "trust_remote_code": settings.trust_remote_code,
+        # Log-probabilities of the distribution that was sampled from, not of the raw logits (L5).
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=settings.transfer_backend),
+    }
+    optional = {
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "block_size": settings.block_size,
+        "distributed_executor_backend": settings.executor,
+    }
+    arguments |= {name: value for name, value in optional.items() if value is not None}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

@@ -1,0 +1,101 @@
+"""What an engine is to the rest of the program: its methods, what it returns, and how it fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from generator.resume import Sampling
+from generator.rollout import Rollout
+
+PushMode = Literal["abort", "keep", "wait"]
+"""What a push does with running requests: abort them and submit them again, freeze them, or let them end first."""
+KvCache = Literal["recompute", "reuse"]
+"""What mode ``keep`` does with the KV cache of frozen requests."""
+
+
+class EngineError(RuntimeError):
+    """An engine broke an invariant, or cannot do what it was asked. The message names the engine.
+
+    ``engine`` is its name, where it is known which one it was.
+    """
+
+    engine: str | None = None
+
+
+class EngineLostError(EngineError):
+    """An engine died or does not answer. What it was doing can be done by another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a ``generate`` call brought: every rollout of the call, in order.
+
+    ``reason`` is empty when all of them are finished; else it says why the unfinished ones were handed back:
+    ``drained``, ``moved``, or ``lost: ...``. They hold all tokens that were sampled.
+    """
+
+    rollouts: list[Rollout]
+    reason: str = ""
+
+
+class EngineLink(Protocol):
+    """One engine as the pool sees it.
+
+    :class:`generator.actor.RayEngine` is the real one, :class:`generator.simulated.SimulatedEngine` has a clock instead
+    of a model. Methods raise :class:`EngineLostError` when the engine is gone, :class:`EngineError` for its own errors.
+    """
+
+    name: str
+    workers: int
+    """Processes of the engine that take part in a weight transfer."""
+    handle: Any
+    """What the learner calls the engine by during a weight transfer."""
+
+    async def start(self) -> None:
+        """Load the model; no version is served yet."""
+        ...
+
+    async def generate(self, rollouts: list[Rollout], sampling: Sampling | None = None) -> Returned:
+        """Sample the rollouts to their end, or hand them back. ``sampling`` is the engine's own unless given."""
+        ...
+
+    async def pause(self, mode: PushMode, kv_cache: KvCache) -> int:
+        """Close the gate and stop generation; the number of requests that were running or waiting."""
+        ...
+
+    async def confirm(self, version: int, entries: Any) -> None:
+        """Raise unless ``version`` has arrived completely."""
+        ...
+
+    async def resume(self, version: int) -> None:
+        """Open the gate; raise unless ``version`` is what the engine holds."""
+        ...
+
+    async def drain(self) -> None:
+        """Hand everything back and take nothing any more."""
+        ...
+
+    async def release(self, count: int) -> int:
+        """While paused: hand back about ``count`` rollouts; how many it were."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise :class:`EngineLostError` unless the engine is well."""
+        ...
+
+    async def partial_rollouts(self) -> list[Rollout]:
+        """The rollouts in flight with their tokens so far."""
+        ...
+
+    async def stats(self) -> dict[str, float]:
+        """Counters, for people."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End the engine within seconds."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine at once."""
+        ...

@@ -1,0 +1,101 @@
+"""One request at vLLM, from hand-in to its end: the tokens that it brought, each with its version."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from generator.rollout import Segment
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class VersionMismatchError(RuntimeError):
+    """The versions that we tagged tokens with are not those that vLLM recorded."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A request whose tokens are kept as they arrive, so that nothing is lost however it ends."""
+
+    id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens whose KV entries came from the prefix cache."""
+    spans: Any = None
+    """vLLM's own record of versions; only a request that came to an end has one."""
+    stalled: bool = False
+    _limit: float = 0.0
+    _deadline: asyncio.Timeout | None = None
+
+    async def run(self, llm: AsyncLLM, prompt: Any, params: Any, limit: float, version: Callable[[], int]) -> None:
+        """Hand the request in and collect its tokens until it ends.
+
+        After ``limit`` seconds without a new token it is taken back and is ``stalled``. ``version`` is asked for the
+        served version whenever tokens arrive.
+        """
+        self._limit = limit
+        try:
+            async with asyncio.timeout(limit) as self._deadline:
+                async for output in llm.generate(prompt, params, self.id):
+                    self.go_on()
+                    self._collect(output, version())
+        except TimeoutError:
+            if not (self._deadline and self._deadline.expired()):
+                raise
+            self.stalled = True
+        finally:
+            self._deadline = None
+
+    def _collect(self, output: Any, version: int) -> None:
+        completion = output.outputs[0]
+        if not self.token_ids:
+            self.cached_tokens = output.num_cached_tokens or 0
+        for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            self.token_ids.append(token_id)
+            self.logprobs.append(entry[token_id].logprob)
+            self.versions.append(version)
+        if output.finished:
+            self.spans = completion.weight_versions or ()
+
+    def hold(self) -> None:
+        """The request is frozen: its time does not count."""
+        if self._deadline is not None:
+            self._deadline.reschedule(None)
+
+    def go_on(self) -> None:
+        """Count the time for the next token from now."""
+        if self._deadline is not None and not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._limit)
+
+    def check_versions(self, may_differ: bool) -> int:
+        """Compare our tags with vLLM's record (invariant 2); returns how many tags it corrected.
+
+        Where requests live through a push (``may_differ``), a token that was sampled just before the pause may arrive
+        after the resume: the record is right. Elsewhere a difference is a :class:`VersionMismatchError`.
+        """
+        if self.spans is None:
+            return 0  # vLLM died or stalled: there is no record
+        recorded = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
+        if recorded == self.versions:
+            return 0
+        if not may_differ or len(recorded) != len(self.versions):
+            raise VersionMismatchError(
+                f"request {self.id} was tagged with versions {sorted(set(self.versions))}, but vLLM recorded "
+                f"{self.spans} for its {len(self.versions)} tokens"
+            )
+        wrong = sum(ours != theirs for ours, theirs in zip(self.versions, recorded, strict=True))
+        self.versions = recorded
+        return wrong
+
+    def segments(self) -> list[Segment]:
+        """What the request brought, one segment a version."""
+        rows = zip(self.versions, self.token_ids, self.logprobs, strict=True)
+        runs = [(version, list(run)) for version, run in itertools.groupby(rows, key=lambda row: row[0])]
+        return [Segment(tuple(r[1] for r in run), tuple(r[2] for r in run), version) for version, run in runs]
