@@ -161,13 +161,9 @@ async def test_a_failure_that_no_engine_is_to_blame_for_is_not_tried_again():
 
 
 def test_the_blamed_engine_is_found_behind_other_errors():
-    try:
-        try:
-            raise PushError("update_weights", "it is gone", "engine 3")
-        except PushError as error:
-            raise RuntimeError("learner send failed on rank 0") from error
-    except RuntimeError as error:
-        assert engine_of(PushError("transfer", error)) == "engine 3"
+    remote = RuntimeError("learner send failed on rank 0")
+    remote.__cause__ = PushError("update_weights", "it is gone", "engine 3")
+    assert engine_of(PushError("transfer", remote)) == "engine 3"
     assert engine_of(PushError("transfer", "nobody")) is None
 
 
