@@ -1,4 +1,4 @@
-"""Tiny models, and a learner's end of a push without a learner, for tests that share one real engine."""
+"""Tiny models, and both ends of a push without actors around them, for tests and benchmarks with one real engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from generator.link import KvCache, PushMode
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
@@ -86,3 +87,32 @@ class ModuleLearner:
         """Move the weights."""
         assert self._sender is not None
         return await asyncio.to_thread(self._sender.send, version)
+
+
+class OneEngine:
+    """The engines' side of the push protocol for a single engine without an actor around it."""
+
+    members_changed = False
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.version: int | None = None
+        self.mode: PushMode = "abort"
+        self.kv_cache: KvCache = "recompute"
+
+    async def close_gate(self) -> None:
+        await self.engine.pause(self.mode, self.kv_cache)
+
+    async def confirm(self, version: int, manifest: Any) -> None:
+        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
+        await self.engine.confirm(version, entries)
+
+    def publish(self, version: int) -> None:
+        self.version = version
+
+    async def resume(self) -> None:
+        assert self.version is not None
+        await self.engine.resume(self.version)
+
+    async def quarantine(self, engine: str | None) -> bool:
+        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from trainer.admission import Admission
 from trainer.config import Config
 from trainer.inputs import Inputs
 from trainer.placement import (
+    check_resources,
     device_kind,
     engine_resources,
     engine_room,
@@ -36,10 +37,13 @@ come before the step's own, which cannot."""
 
 
 @asynccontextmanager
-async def assemble(config: Config, inputs: Inputs, watch: Watch, first_step: int) -> AsyncIterator[Parts]:
-    """Start engines and learner, connect them, and yield the parts that the algorithm works with.
+async def assemble(
+    config: Config, inputs: Inputs, watch: Watch, first_step: int, resources: Mapping[str, float]
+) -> AsyncIterator[Parts]:
+    """Start engines and learner, and yield the parts that the algorithm works with.
 
-    ``first_step`` is the number of optimizer steps made before, in the run that this one continues.
+    ``first_step`` is the number of optimizer steps made before, in the run that this one continues; ``resources`` is
+    what the cluster has.
     """
     engines = EnginePool(lambda number: _make_engine(config, inputs, first_step, number), pool_settings(config))
     async with AsyncExitStack() as stack:
@@ -52,7 +56,9 @@ async def assemble(config: Config, inputs: Inputs, watch: Watch, first_step: int
             stack.push_async_callback(learner.close)
             starting.create_task(learner.start())
         watch.waiting("connecting learner and engines, pushing the first version")
-        yield _parts(config, inputs, watch, engines, learner)
+        parts = _parts(config, inputs, watch, engines, learner)
+        parts.check_resources = lambda changed: check_resources(changed, resources)
+        yield parts
 
 
 def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:

@@ -57,6 +57,8 @@ class Parts:
     pusher: Pusher
     admission: Admission
     watch: Watch
+    check_resources: Callable[[Config], None] = lambda config: None
+    """Raises ``ConfigError`` when the cluster cannot hold such a run."""
     buffer: Buffer = field(default_factory=lambda: Buffer())  # defined below
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,9 @@ def run(config: Config, ray_session: RaySession) -> int:
     watch.source("hardware", f"{device_kind(config)}, {inputs.model.dtype}", f"hardware={config.hardware}")
     try:
         watch.waiting("starting Ray")
-        check_resources(config, ray_session.wait())
-        return asyncio.run(supervise(config, inputs, watch, checkpoint, state))
+        resources = ray_session.wait()
+        check_resources(config, resources)
+        return asyncio.run(supervise(config, inputs, watch, checkpoint, state, resources))
     except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -64,22 +65,29 @@ def run(config: Config, ray_session: RaySession) -> int:
 
 
 async def supervise(
-    config: Config, inputs: Inputs, watch: Watch, checkpoint: Path | None, state: RunState | None
+    config: Config,
+    inputs: Inputs,
+    watch: Watch,
+    checkpoint: Path | None,
+    state: RunState | None,
+    resources: Mapping[str, float],
 ) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
     from trainer.assembly import assemble
+    from trainer.control import listening
 
     task = asyncio.current_task()
     assert task is not None
     with _interrupts(task):
         try:
-            async with assemble(config, inputs, watch, state.step if state else 0) as parts:
+            async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     continue_from(state, parts)
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
-                await train_and_save(parts)
+                async with listening(parts, config.run_dir):
+                    await train_and_save(parts)
             await asyncio.to_thread(watch.close, "done")
             return EXIT_DONE
         except asyncio.CancelledError:

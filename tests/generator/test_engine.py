@@ -10,45 +10,16 @@ import torch
 
 from generator.engine import Engine
 from generator.launch import EngineSettings
-from generator.link import EngineError, KvCache, PushMode
+from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
-from tests.tiny import ModuleLearner, next_token_logprobs, tiny_llama
+from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
 from weight_sync.push import Pusher
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 MAX_TOKENS = 400
 MAX_RUNNING = 6
-
-
-class OneEngine:
-    """The engines' side of the push protocol for a single engine without an actor around it."""
-
-    members_changed = False
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.version: int | None = None
-        self.mode: PushMode = "abort"
-        self.kv_cache: KvCache = "recompute"
-
-    async def close_gate(self) -> None:
-        await self.engine.pause(self.mode, self.kv_cache)
-
-    async def confirm(self, version: int, manifest) -> None:
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
-        await self.engine.confirm(version, entries)
-
-    def publish(self, version: int) -> None:
-        self.version = version
-
-    async def resume(self) -> None:
-        assert self.version is not None
-        await self.engine.resume(self.version)
-
-    async def quarantine(self, engine: str | None) -> bool:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,133 @@
+"""Changes to a run that is going on: ``python -m trainer.control RUN_DIR engine.count=3``.
+
+The run listens on a Unix socket in its run folder, which only its user can open. One request is one line of JSON, an
+object of keys to change; the answer is one line of JSON, what the run looks like afterwards or ``error``. An empty
+object changes nothing and just asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.checks import ConfigError, check
+
+if TYPE_CHECKING:
+    from trainer.loop import Parts
+
+logger = logging.getLogger(__name__)
+
+SOCKET_FILE = "control.sock"
+CHANGEABLE = ("engine.count",)
+"""The keys that a running run can change."""
+
+
+@contextlib.asynccontextmanager
+async def listening(parts: Parts, run_dir: str | Path) -> AsyncIterator[None]:
+    """Answer requests for as long as the context lasts."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            reply = await apply(parts, json.loads(await reader.readline()))
+        except (ValueError, TypeError, RuntimeError) as error:
+            reply = {"error": str(error)}
+        writer.write(json.dumps(reply).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    with _short_path(run_dir) as path:
+        path.unlink(missing_ok=True)  # of a run that was killed
+        server = await asyncio.start_unix_server(answer, path)
+        path.chmod(0o600)
+    async with server:
+        try:
+            yield
+        finally:
+            (Path(run_dir) / SOCKET_FILE).unlink(missing_ok=True)
+
+
+async def apply(parts: Parts, changes: Any) -> dict[str, Any]:
+    """Change what ``changes`` names; what the run looks like now. Raises ``ConfigError`` for what cannot be."""
+    if not isinstance(changes, dict) or (unknown := [key for key in changes if key not in CHANGEABLE]):
+        wrong = f"`{unknown[0]}`" if isinstance(changes, dict) else "this"
+        raise ConfigError(f"{wrong} cannot be changed in a running run; what can: {', '.join(CHANGEABLE)}")
+    if "engine.count" in changes:
+        await _set_engine_count(parts, changes["engine.count"])
+    return {
+        "step": parts.steps_done,
+        "steps": parts.config.steps,
+        "policy_version": parts.engines.version,
+        "engine.count": parts.engines.target,
+        "engines_serving": parts.engines.serving,
+    }
+
+
+async def _set_engine_count(parts: Parts, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ConfigError(f"`engine.count={count}`: the value must be a whole number")
+    wanted = replace(parts.config, engine=replace(parts.config.engine, count=count))
+    check(wanted)
+    parts.check_resources(wanted)
+    logger.warning("engine.count is %d from now on, it was %d", count, parts.engines.target)
+    if count > parts.engines.target:
+        await parts.engines.set_count(count)  # takes as long as an engine's start: the run goes on meanwhile
+        return
+    async with parts.weights:  # no engine leaves in the middle of a push
+        await parts.engines.set_count(count)
+
+
+@contextlib.contextmanager
+def _short_path(run_dir: str | Path) -> Iterator[Path]:
+    """The socket's path by way of an open folder: the name of a Unix socket may have 107 characters at most."""
+    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{folder}/{SOCKET_FILE}")
+    finally:
+        os.close(folder)
+
+
+def request(run_dir: str | Path, changes: dict[str, Any], timeout: float = 1800.0) -> dict[str, Any]:
+    """Send ``changes`` to the run in ``run_dir`` and return its answer.
+
+    Raises ``FileNotFoundError`` or ``ConnectionError`` when no run listens there, ``TimeoutError`` after ``timeout`` s.
+    """
+    with socket.socket(socket.AF_UNIX) as connection, _short_path(run_dir) as path:
+        connection.settimeout(timeout)
+        connection.connect(str(path))
+        connection.sendall(json.dumps(changes).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(connection.makefile().readline())
+    return answer
+
+
+def main() -> int:
+    """The command. Exit codes: 0 done, 1 the run refused or nobody listens, 2 a malformed command line."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.control", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", help="the run folder of a run that is going on")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help=f"what to change: {', '.join(CHANGEABLE)}")
+    arguments = parser.parse_args()
+    try:
+        changes = {key: json.loads(value) for key, value in (change.split("=", 1) for change in arguments.changes)}
+    except ValueError:
+        parser.error(f"changes are written key=value with a number as the value, not {arguments.changes}")
+    try:
+        answer = request(arguments.run_dir, changes)
+    except (FileNotFoundError, NotADirectoryError, ConnectionError):
+        sys.stderr.write(f"no run listens in {arguments.run_dir}: it has ended, or has not started its engines yet\n")
+        return 1
+    sys.stdout.write("".join(f"{key:<16} {value}\n" for key, value in answer.items()))
+    return 1 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
