@@ -90,7 +90,7 @@ async def measure(
 
 
 async def _sampled(engine: Engine, tokens: float, task: asyncio.Task[Any]) -> None:
-    while not task.done() and (await engine.stats())["generated_tokens"] < tokens:
+    while not task.done() and (await engine.stats())["generated_tokens"] < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.checks import ConfigError
@@ -27,6 +29,9 @@ def main() -> int:
     def job(composed: DictConfig) -> None:
         try:
             config = typed(composed)
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                # Jobs of a sweep start within the same second; in one folder, each would continue the one before.
+                config.run_dir = f"{config.run_dir}/{HydraConfig.get().job.num}"
             with RaySession(config) as ray_session:
                 from trainer.run import run  # takes seconds: while Ray starts
 

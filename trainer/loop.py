@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -72,6 +73,8 @@ class Parts:
     serial: Iterator[int] = field(default_factory=itertools.count)
     """Numbers the groups of a run: a prompt can be in flight twice."""
     unscored_in_a_row: int = 0
+    reported: Counter[str] = field(default_factory=Counter)
+    """The engine pool's counts at the last step."""
 
 
 async def train(parts: Parts) -> None:
@@ -183,7 +186,18 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
     counts = parts.rewards.take_counts()
     del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
     version = parts.steps_done - 1
-    parts.watch.step(parts.steps_done, metrics | counts, batch.groups, batch.advantages, version=version)
+    parts.watch.step(
+        parts.steps_done, metrics | counts | engine_counts(parts), batch.groups, batch.advantages, version=version
+    )
+
+
+def engine_counts(parts: Parts) -> dict[str, float]:
+    """What happened to engines since the last step, also added to the totals."""
+    now = Counter(parts.engines.counts)
+    since, parts.reported = now - parts.reported, now
+    for name, count in since.items():
+        parts.watch.count(name, count)
+    return {**dict.fromkeys(now, 0.0), **since, "engines/serving": float(parts.engines.serving)}
 
 
 async def next_batch(parts: Parts) -> Batch:

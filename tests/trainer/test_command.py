@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.trainer.watch import wandb_file
+from trainer.control import request
 from trainer.watch import catalogue
 
 pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
@@ -189,10 +190,12 @@ def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content,
         assert word in done.stderr.lower()
 
 
-def act_after(line_like: str, act: Callable[[subprocess.Popen], None], folder: Path) -> tuple[int, float, str]:
+def act_after(
+    line_like: str, act: Callable[[subprocess.Popen], None], folder: Path, *overrides: str
+) -> tuple[int, float, str]:
     """Start the command, act on it after a line of output like a pattern; exit code, seconds since, output."""
     process = subprocess.Popen(
-        command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", "logger.wandb.mode=disabled"),
+        command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", "logger.wandb.mode=disabled", *overrides),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
     )  # fmt: skip
     output = []
@@ -247,12 +250,23 @@ def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_
     assert no_process_left(patience=60), processes_of_this_test()
 
 
-def test_a_run_whose_engine_dies_fails_with_the_cause_and_leaves_no_process(tmp_path):
-    def kill_engine(process: subprocess.Popen) -> None:
-        (core,) = [p for p in processes_of_this_test() if "EngineCore" in " ".join(p.cmdline())]
-        core.kill()
+def kill_engine_core(process: subprocess.Popen) -> None:
+    (core,) = [p for p in processes_of_this_test() if "EngineCore" in " ".join(p.cmdline())]
+    core.kill()
 
-    code, _, output = act_after(r"step +1/", kill_engine, tmp_path)
+
+def test_a_run_whose_engine_dies_goes_on_with_a_new_one_and_loses_no_token(tmp_path):
+    code, _, output = act_after(r"step +3/", kill_engine_core, tmp_path, "steps=20")
+    assert code == 0, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == summary["policy_version"] == 20
+    assert summary["engines/lost"] == summary["engines/restarted"] == 1
+    assert summary["tokens/generated"] == sum(summary[f"tokens/{end}"] for end in ("trained", "expired", "lost"))
+    assert no_process_left(patience=60), processes_of_this_test()
+
+
+def test_a_run_whose_engine_dies_and_may_not_be_replaced_fails_with_the_cause_and_leaves_no_process(tmp_path):
+    code, _, output = act_after(r"step +1/", kill_engine_core, tmp_path, "engine.max_restarts=0")
     assert code == 1, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -260,3 +274,39 @@ def test_a_run_whose_engine_dies_fails_with_the_cause_and_leaves_no_process(tmp_
     assert "engine 0" in summary["error"]
     assert "EngineDeadError" in (tmp_path / "error.txt").read_text()
     assert no_process_left(patience=60), processes_of_this_test()
+
+
+def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
+    def change_twice(process: subprocess.Popen) -> None:
+        assert request(tmp_path, {"engine.count": 2})["engine.count"] == 2
+        answer = request(tmp_path, {"engine.count": 0})
+        assert "at least 1" in answer["error"]
+        assert "cannot be changed" in request(tmp_path, {"steps": 3})["error"]
+        wait_for(lambda: request(tmp_path, {})["engines_serving"] == 2)
+        assert request(tmp_path, {"engine.count": 1})["engines_serving"] == 1
+        process.send_signal(signal.SIGINT)
+
+    code, _, output = act_after(r"step +1/", change_twice, tmp_path)
+    assert code == 130, output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["engines/lost"] == 0
+    assert no_process_left(patience=60), processes_of_this_test()
+
+
+def wait_for(condition: Callable[[], bool], patience: float = 300.0) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_the_jobs_of_a_sweep_have_run_folders_of_their_own(tmp_path):
+    overrides = ["recipe=ci_tiny", "steps=1", "seed=0,1", f"run_dir={tmp_path}/sweep", "logger.wandb.mode=disabled"]
+    done = subprocess.run(
+        command(*overrides, "--multirun"), capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for job in (0, 1):
+        folder = tmp_path / "sweep" / str(job)
+        assert json.loads((folder / "summary.json").read_text())["steps"] == 1
+        assert yaml.safe_load((folder / "config.yaml").read_text())["config"]["seed"] == job

@@ -27,6 +27,8 @@ class Engines:
     error_after: int | None = None
     calls: int = 0
     joined: asyncio.Event = field(default_factory=asyncio.Event)
+    counts: dict[str, int] = field(default_factory=dict)
+    serving: int = 1
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:

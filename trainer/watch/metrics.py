@@ -229,7 +229,8 @@ class RunningTotals:
     last_rewards: list[float] = field(default_factory=list)
 
     COUNTED = ("tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished",
-               "rollouts/resumed", "push/count")  # fmt: skip
+               "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "engines/lost",
+               "engines/restarted", "push/count")  # fmt: skip
 
     def add(self, name: str, count: int) -> None:
         """Add to one of the counts by its name in the summary. Raises :class:`KeyError` for another name."""
@@ -242,6 +243,7 @@ class RunningTotals:
         for rollout in rollouts:
             self.counts["rollouts/finished"] += 1
             self.counts["rollouts/resumed"] += rollout.resumes > 0
+            self.counts["rollouts/failed"] += rollout.finish_reason == "failed"
             self.counts["tokens/generated"] += len(rollout.response_token_ids)
 
     def add_step(self, groups: Iterable[Group], reward_mean: float | None) -> None:
