@@ -313,6 +313,11 @@ class EnginePool:
     # -- looking in -------------------------------------------------------------------------------------------------
 
     @property
+    def count(self) -> int:
+        """How many engines there should be."""
+        return self._target
+
+    @property
     def serving(self) -> int:
         """How many engines serve."""
         return sum(slot.state is State.SERVING for slot in self._slots)

@@ -68,7 +68,7 @@ async def apply(parts: Parts, changes: Any) -> dict[str, Any]:
         "step": parts.steps_done,
         "steps": parts.config.steps,
         "policy_version": parts.engines.version,
-        "engine.count": parts.engines.target,
+        "engine.count": parts.engines.count,
         "engines_serving": parts.engines.serving,
     }
 
@@ -79,8 +79,8 @@ async def _set_engine_count(parts: Parts, count: Any) -> None:
     wanted = replace(parts.config, engine=replace(parts.config.engine, count=count))
     check(wanted)
     parts.check_resources(wanted)
-    logger.warning("engine.count is %d from now on, it was %d", count, parts.engines.target)
-    if count > parts.engines.target:
+    logger.warning("engine.count is %d from now on, it was %d", count, parts.engines.count)
+    if count > parts.engines.count:
         await parts.engines.set_count(count)  # takes as long as an engine's start: the run goes on meanwhile
         return
     async with parts.weights:  # no engine leaves in the middle of a push

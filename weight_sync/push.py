@@ -182,8 +182,7 @@ class Pusher:
                         raise
                     logger.warning("%s; the other engines get version %d again", failure, version)
         except BaseException as failure:
-            if self.step is Step.GATE and self.published is not None:
-                await self._go_on(failure)
+            await self._go_on(failure)
             raise
         finally:
             self.step = Step.IDLE
@@ -206,7 +205,9 @@ class Pusher:
         return PushReport(version, sent.bytes, sent.buckets, dict(self._seconds), self.clock() - paused_at)
 
     async def _go_on(self, failure: BaseException) -> None:
-        """Nothing was sent yet: open the gates again, every engine still holds the old version whole."""
+        """Open the gates again if nothing was sent yet: every engine then still holds the old version whole."""
+        if self.step is not Step.GATE or self.published is None:
+            return
         try:
             async with asyncio.timeout(self.timeout):
                 await self.engines.resume()

@@ -309,4 +309,4 @@ def test_the_jobs_of_a_sweep_have_run_folders_of_their_own(tmp_path):
     for job in (0, 1):
         folder = tmp_path / "sweep" / str(job)
         assert json.loads((folder / "summary.json").read_text())["steps"] == 1
-        assert yaml.safe_load((folder / "config.yaml").read_text())["config"]["seed"] == job
+        assert yaml.safe_load((folder / "config.yaml").read_text())["seed"] == job
