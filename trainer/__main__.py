@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from trainer.checks import ConfigError
 from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, typed
+from trainer.leave import leave
 from trainer.ray_session import RaySession
 
 EXIT_CONFIG = 2
@@ -22,6 +23,12 @@ EXIT_INTERRUPTED = 130
 
 def main() -> int:
     """Run the command line in ``sys.argv`` and return its exit code."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        from trainer.help import help_page
+
+        sys.stdout.write(help_page())
+        return 0
+    completing = {"-sc", "--shell-completion"} & set(sys.argv[1:])
     sys.argv[1:] = prepared(sys.argv[1:])
     exit_codes: list[int] = []
 
@@ -46,12 +53,15 @@ def main() -> int:
     overrides = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     try:
         # Before Hydra: its own errors are neither readable nor told apart by the exit code.
-        check_keys(overrides)
+        check_keys([] if completing else overrides)
         if len(overrides) == len(sys.argv[1:]):
             compose_config(overrides)
     except ConfigError as error:
         return _complain(error)
-    job()
+    try:
+        job()
+    except SystemExit as ending:  # Hydra's own, after `--help` and the like, or ours
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     return max(exit_codes, default=0)
 
 
@@ -61,4 +71,4 @@ def _complain(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -5,45 +5,13 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 from pathlib import Path
-from typing import Any
 
-from trainer import config
-from trainer.checks import VALUES
+from trainer.config import Config
+from trainer.help import field_comments, rows
 from trainer.watch.catalogue import markdown
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
-
-
-def field_comments() -> dict[tuple[str, str], str]:
-    """The comment behind each field of each dataclass in ``trainer/config.py``, by (class, field)."""
-    source = inspect.getsource(config)
-    lines = source.splitlines()
-    comments = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    comments[node.name, item.target.id] = lines[item.lineno - 1].partition("#")[2].strip()
-    return comments
-
-
-def rows(schema: type, prefix: str, comments: dict[tuple[str, str], str]) -> list[tuple[str, str, str]]:
-    """(key, default, meaning) of every leaf below ``schema``, depth first."""
-    result = []
-    for item in dataclasses.fields(schema):
-        key = prefix + item.name
-        factory: Any = item.default_factory
-        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
-            result += rows(factory, key + ".", comments)
-            continue
-        value: Any = item.default if factory is dataclasses.MISSING else factory()
-        meaning = comments[schema.__name__, item.name] or ", ".join(VALUES.get(key, ()))
-        result.append((key, "set by the recipe" if value == "???" else f"`{value}`", meaning))
-    return result
 
 
 def configuration_page() -> str:
@@ -56,7 +24,7 @@ def configuration_page() -> str:
         "",
         "| key | default | meaning |",
         "|---|---|---|",
-        *(f"| `{key}` | {default} | {text} |" for key, default, text in rows(config.Config, "", field_comments())),
+        *(f"| `{key}` | {default} | {text} |" for key, default, text in rows(Config, "", field_comments())),
     ]
     return "\n".join(lines) + "\n"
 

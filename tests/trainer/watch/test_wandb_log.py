@@ -18,6 +18,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from trainer.config import WandbConfig
+from trainer.leave import leave
 from trainer.watch.wandb_log import WandbLog
 
 def main(folder, mode, end):
@@ -33,6 +34,7 @@ def main(folder, mode, end):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)
 """
 
 
