@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from trainer import completion
 from trainer.checks import ConfigError
 from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, typed
 from trainer.leave import leave
@@ -28,8 +29,12 @@ def main() -> int:
 
         sys.stdout.write(help_page())
         return 0
-    completing = {"-sc", "--shell-completion"} & set(sys.argv[1:])
-    sys.argv[1:] = prepared(sys.argv[1:])
+    if completing := completion.wanted(sys.argv[1:]):
+        if script := completion.prepare(sys.argv[1:]):
+            sys.stdout.write(script)
+            return 0
+    else:
+        sys.argv[1:] = prepared(sys.argv[1:])
     exit_codes: list[int] = []
 
     @hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")
