@@ -71,8 +71,9 @@ def _set_environment(config: Config) -> None:
 def _start(config: Config) -> None:
     import ray
 
-    # It announces at every start that its token authentication is on, which is what we want.
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    # It announces at every start that its token authentication is on, and that it leaves SIGTERM alone: both as wanted.
+    for source in ("ray._private.authentication", "ray._private.worker"):
+        logging.getLogger(source).setLevel(logging.ERROR)
     local = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
     where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)

@@ -43,12 +43,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "WANDB_MODE": "offline", "MIDFLIGHT_TEST": str(os.getpid()), "PYTHONPATH": str(ROOT)}
 
 
+DESCENDANTS: set[psutil.Process] = set()
+"""Processes of commands seen while they ran. vLLM's engine core, which renames itself, loses the mark by that."""
+
+
+def descendants(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
 def processes_of_this_test() -> list[psutil.Process]:
     found = []
-    for process in psutil.process_iter():
+    for process in {*psutil.process_iter(), *DESCENDANTS}:
         try:
-            marked = process.environ().get("MIDFLIGHT_TEST") == str(os.getpid())
-            if marked and process.status() != psutil.STATUS_ZOMBIE:
+            marked = process in DESCENDANTS or process.environ().get("MIDFLIGHT_TEST") == str(os.getpid())
+            if marked and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
@@ -204,9 +212,14 @@ def act_after(
         output.append(line)
         if re.search(line_like, line):
             break
-    act(process)
-    since = time.monotonic()
-    rest, _ = process.communicate(timeout=300)
+    DESCENDANTS.update(descendants(process))
+    try:
+        act(process)
+        since = time.monotonic()
+        rest, _ = process.communicate(timeout=300)
+    except BaseException:
+        process.send_signal(signal.SIGTERM)  # nothing of this command may be left to the next test
+        raise
     return process.returncode, time.monotonic() - since, "".join(output) + rest
 
 
@@ -251,7 +264,7 @@ def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_
 
 
 def kill_engine_core(process: subprocess.Popen) -> None:
-    (core,) = [p for p in processes_of_this_test() if "EngineCore" in " ".join(p.cmdline())]
+    (core,) = [p for p in descendants(process) if "EngineCore" in " ".join(p.cmdline())]
     core.kill()
 
 
