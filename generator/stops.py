@@ -67,8 +67,9 @@ class StopMatcher:
         self._decode = decode
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
-        # One more than the longest stop string: decoders may strip a space in front of their first token.
-        self._reach = 1 + max(map(len, stop))
+        # A match reaches back by all of its characters but the last; one more, because some decoders strip a space in
+        # front of their first token.
+        self._reach = max(map(len, stop))
         self._count = 0
         self._window: list[int] = []
         self._text = ""

@@ -149,8 +149,26 @@ def test_bytes_that_never_become_a_character_do_not_hide_what_follows():
 def test_the_window_stays_small_however_long_the_response_is():
     sizes = []
     stops = StopMatcher(lambda ids: sizes.append(len(ids)) or BYTE_LEVEL.decode(ids), ["</answer>"])
-    assert stops.feed(encode("the 日本語 of the 🙂 ") * 200) is None
-    assert max(sizes) <= 60
+    special, stray = BYTE_LEVEL.token_to_id("<|im_end|>"), encode("é")[1]
+    assert stops.feed([*encode("the 日本語 of the 🙂 ") * 100, *[special] * 500, *[stray] * 500]) is None
+    assert max(sizes) <= 3 * MAX_UNCLEAN
+
+
+@pytest.mark.parametrize("before", range(8))
+def test_a_space_that_the_decoder_strips_at_the_beginning_is_found_inside(before):
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = [tokenizer.token_to_id(token) for token in [*"c" * before, "\u2581", "a", "b"]]
+    assert matcher(" ab", tokenizer=tokenizer).feed(ids) == (len(ids) if before else None)
+
+
+@pytest.mark.parametrize("stop", ["END", "é日", "\n", "🙂\nE"])
+def test_characters_in_a_long_run_of_byte_tokens_are_never_torn(stop):
+    """A byte-fallback decoder makes U+FFFD of every byte of a run that is no valid text as a whole."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in ("日本語🙂é" * 5 + "日本語🙂\nEND").encode()]
+    end = matcher(stop, tokenizer=tokenizer).feed(ids)
+    assert end is not None
+    assert end == first_end(tokenizer, ids, (stop,))
 
 
 @pytest.mark.parametrize("stop", [[], [""], ["a", ""], ["\N{REPLACEMENT CHARACTER}"]])
