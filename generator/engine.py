@@ -23,14 +23,16 @@ from generator.link import EngineError, EngineLostError, KvCache, PushMode, Retu
 from generator.orphan import announce_parent
 from generator.prestart import prestart_core
 from generator.request import Request, VersionMismatchError
-from generator.resume import Finished, Sampling, Submission, next_submission
+from generator.resume import Finished, Sampling, Submission, cut, next_submission
 from generator.rollout import Rollout
+from generator.stops import Decode, StopMatcher, load_decode
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
+COUNTERS = ("generated_tokens", "surplus_tokens", "cached_tokens", "stalled", "relabelled")
 SHUTDOWN_SECONDS = 1.0
 """How long vLLM's processes may take to end before they are killed: they hold nothing that must be saved."""
 
@@ -71,13 +73,19 @@ class Engine:
         """What was handed to vLLM and has not come back, by id."""
         self._live: dict[str, Rollout] = {}
         self._ids = itertools.count()
-        self._counts = {"generated_tokens": 0, "cached_tokens": 0, "stalled": 0, "relabelled": 0}
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._decode: Decode | None = None
         self._manifest: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Takes seconds to minutes; the caller holds the deadline."""
+        """Load the model. Takes seconds to minutes; the caller holds the deadline.
+
+        Raises ``ValueError`` for stop strings that can never be found.
+        """
+        if self.settings.sampling.stop:
+            self._decode = await asyncio.to_thread(load_decode, self.settings.model_path, self.settings.sampling.stop)
         self._llm = await asyncio.to_thread(build_llm, self.settings)
 
     async def shutdown(self) -> None:
@@ -122,13 +130,19 @@ class Engine:
 
     async def _finish(self, rollout: Rollout, call: _Call) -> Rollout:
         """The resume loop of one rollout: submit, keep what came back, ask what is next."""
+        stops = self._stop_matcher(call.sampling)
+        # What arrives may have been sampled elsewhere, up to a stop string or across one.
+        if stops is not None and (end := stops.feed(rollout.response_token_ids)) is not None:
+            rollout = cut(rollout, end)
         self._live[rollout.id] = rollout
         submissions = stalls = 0
         try:
-            while not isinstance(decision := next_submission(call.sampling, rollout), Finished):
+            while not isinstance(
+                decision := next_submission(call.sampling, rollout, stops is not None and stops.stopped), Finished
+            ):
                 if not await self._admitted(call):
                     return rollout
-                request = await self._submit(rollout.id, decision, call)
+                request = await self._submit(rollout.id, decision, call, stops)
                 for segment in request.segments():
                     rollout = rollout.extended(segment)
                 rollout = replace(rollout, resumes=rollout.resumes + (submissions > 0))
@@ -141,6 +155,13 @@ class Engine:
         finally:
             del self._live[rollout.id]
 
+    def _stop_matcher(self, sampling: Sampling) -> StopMatcher | None:
+        if not sampling.stop:
+            return None
+        if self._decode is None:  # the engine's own sampling has no stop strings, but this call's has
+            self._decode = load_decode(self.settings.model_path, sampling.stop)
+        return StopMatcher(self._decode, sampling.stop, sampling.min_tokens)
+
     async def _admitted(self, call: _Call) -> bool:
         """Wait at the gate. False when the rollouts of the call are to be handed back instead."""
         while not call.leaving and not self._serving:
@@ -151,11 +172,11 @@ class Engine:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _submit(self, rollout_id: str, submission: Submission, call: _Call) -> Request:
+    async def _submit(self, rollout_id: str, submission: Submission, call: _Call, stops: StopMatcher | None) -> Request:
         """One request to vLLM, from hand-in to its end, however that comes about."""
         from vllm.inputs.engine import tokens_input
 
-        request = Request(f"{rollout_id}/{next(self._ids)}")
+        request = Request(f"{rollout_id}/{next(self._ids)}", stops)
         self._requests[request.id] = call.requests[request.id] = request
         self._idle.clear()
         prompt = tokens_input(list(submission.prompt_token_ids))
@@ -174,6 +195,7 @@ class Engine:
             if not self._requests:
                 self._idle.set()
         self._counts["generated_tokens"] += len(request.token_ids)
+        self._counts["surplus_tokens"] += request.surplus_tokens
         self._counts["cached_tokens"] += request.cached_tokens
         self._counts["stalled"] += request.stalled
         return request
@@ -319,8 +341,10 @@ class Engine:
         return list(self._live.values())
 
     async def stats(self) -> dict[str, float]:
-        """Counters since the start: tokens generated, prompt tokens found in the prefix cache, requests that stalled,
-        tokens whose version tag vLLM corrected; and what is there now: rollouts in flight, requests at vLLM."""
+        """Counters since the start: tokens generated, tokens cut behind a stop string, prompt tokens found in the
+        prefix cache, requests that stalled, tokens whose version tag vLLM corrected; and what is there now: rollouts
+        in flight, requests at vLLM.
+        """
         arriving = sum(len(request.token_ids) for request in self._requests.values())
         stats = {name: float(count) for name, count in self._counts.items()}
         stats["generated_tokens"] += arriving

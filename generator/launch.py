@@ -48,7 +48,10 @@ class EngineSettings:
 
 
 def sampling_params(sampling: Sampling, submission: Submission) -> Any:
-    """vLLM's parameters of one request. What counts or looks at output tokens comes from the submission."""
+    """vLLM's parameters of one request. What counts or looks at output tokens comes from the submission.
+
+    Stop strings are not among them: see :mod:`generator.stops`. ``n`` is never set: a rollout is a request.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -59,6 +62,10 @@ def sampling_params(sampling: Sampling, submission: Submission) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        seed=submission.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         # Every end-of-sequence id is in stop_token_ids, so vLLM's own choice of one of them must not interfere.
         ignore_eos=True,
         stop_token_ids=sorted(sampling.stop_token_ids),

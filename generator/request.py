@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from generator.rollout import Segment
+from generator.stops import StopMatcher
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,6 +24,8 @@ class Request:
     """A request whose tokens are kept as they arrive, so that nothing is lost however it ends."""
 
     id: str
+    stops: StopMatcher | None = None
+    """Looks for stop strings; it has seen the tokens of the earlier segments."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -30,12 +33,14 @@ class Request:
     """Prompt tokens whose KV entries came from the prefix cache."""
     spans: Any = None
     """vLLM's own record of versions; only a request that came to an end has one."""
+    surplus_tokens: int = 0
+    """Tokens that vLLM sampled behind the end of the response before the request could be ended. They are cut."""
     stalled: bool = False
     _limit: float = 0.0
     _deadline: asyncio.Timeout | None = None
 
     async def run(self, llm: AsyncLLM, prompt: Any, params: Any, limit: float, version: Callable[[], int]) -> None:
-        """Hand the request in and collect its tokens until it ends.
+        """Hand the request in and collect its tokens until it ends, or until one of them completes a stop string.
 
         After ``limit`` seconds without a new token it is taken back and is ``stalled``. ``version`` is asked for the
         served version whenever tokens arrive.
@@ -45,24 +50,42 @@ class Request:
             async with asyncio.timeout(limit) as self._deadline:
                 async for output in llm.generate(prompt, params, self.id):
                     self.go_on()
+                    ended = self.stopped
                     self._collect(output, version())
+                    if self.stopped and not ended and not output.finished:
+                        # Aborted rather than left: only an aborted request brings vLLM's record of versions.
+                        await llm.abort(self.id)
         except TimeoutError:
             if not (self._deadline and self._deadline.expired()):
                 raise
-            self.stalled = True
+            self.stalled = not self.stopped
         finally:
             self._deadline = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token completes a stop string."""
+        return self.stops is not None and self.stops.stopped
 
     def _collect(self, output: Any, version: int) -> None:
         completion = output.outputs[0]
         if not self.token_ids:
             self.cached_tokens = output.num_cached_tokens or 0
-        for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
+        kept = self._kept(completion.token_ids)
+        self.surplus_tokens += len(completion.token_ids) - kept
+        for token_id, entry in list(zip(completion.token_ids, completion.logprobs or (), strict=True))[:kept]:
             self.token_ids.append(token_id)
             self.logprobs.append(entry[token_id].logprob)
             self.versions.append(version)
         if output.finished:
             self.spans = completion.weight_versions or ()
+
+    def _kept(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens that just arrived belong to the response."""
+        if self.stopped:
+            return 0
+        end = self.stops.feed(token_ids) if self.stops is not None else None
+        return len(token_ids) if end is None else end
 
     def hold(self) -> None:
         """The request is frozen: its time does not count."""
@@ -83,6 +106,8 @@ class Request:
         if self.spans is None:
             return 0  # vLLM died or stalled: there is no record
         recorded = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
+        if self.surplus_tokens:
+            recorded = recorded[: len(self.versions)]
         if recorded == self.versions:
             return 0
         if not may_differ or len(recorded) != len(self.versions):

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.config import Config
+from trainer.config import AlgorithmConfig, Config
 
 VALUES: dict[str, tuple[str, ...]] = {
     "hardware": ("auto", "cpu", "gpu", "cluster"),
@@ -69,12 +69,23 @@ POSITIVE = (
     "learner.timeout",
     "engine.start_timeout",
     "engine.rollout_timeout",
+    "sampling.repetition_penalty",
     "weight_sync.timeout",
     "weight_sync.drain_timeout",
     "rewarding.timeout",
     "shutdown.timeout",
 )
 """Numbers that must be greater than 0."""
+
+
+UNSUPPORTED: dict[str, str] = {
+    "sampling.n": "every rollout is a request of its own; `sampling.group_size` says how many a prompt gets",
+    "sampling.bad_words": "engines get token ids and have no tokenizer to tell words by, in every `weight_sync.mode`",
+    "sampling.structured_outputs": "a grammar starts anew when `weight_sync.mode=abort` submits a rollout again, "
+    "and in the other modes engines have no tokenizer to build it with; use `sampling.stop`, or reward the format",
+    "sampling.logprobs": "the log-probability of every sampled token is recorded always",
+}
+"""Sampling parameters of vLLM that are refused by name, and why."""
 
 
 class ConfigError(ValueError):
@@ -118,6 +129,7 @@ def check(config: Config) -> None:
         if get(config, key) <= 0:
             raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0")
     _check_sampling(config)
+    _check_resumable(config)
     _check_algorithm(config)
     _check_parallelism(config)
 
@@ -148,6 +160,37 @@ def _check_sampling(config: Config) -> None:
         )
 
 
+def _check_resumable(config: Config) -> None:
+    """What a resubmission cannot continue, and what samples from a distribution that the learner does not compute."""
+    sampling, algorithm = config.sampling, config.algorithm
+    if any(not string or "\N{REPLACEMENT CHARACTER}" in string for string in sampling.stop):
+        raise ConfigError(f"`sampling.stop={sampling.stop}`: a stop string holds at least one character, and no U+FFFD")
+    output_only = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
+    for name, penalty in output_only.items():
+        if not -2 <= penalty <= 2:
+            raise ConfigError(f"`sampling.{name}={penalty}`: the value must lie between -2 and 2")
+        if penalty and config.weight_sync.mode == "abort":
+            raise ConfigError(
+                f"`sampling.{name}={penalty}` counts the tokens of a request, and `weight_sync.mode=abort` continues a "
+                "rollout in a new request, which would start to count again; use `weight_sync.mode=keep` or `wait`, or "
+                "`sampling.repetition_penalty`, which works in every mode"
+            )
+    penalties = {"repetition_penalty": sampling.repetition_penalty - 1, **output_only}
+    penalised = [f"`sampling.{name}`" for name, penalty in penalties.items() if penalty]
+    if penalised and not _corrected(algorithm):
+        # Unlike top-p, a penalty leaves every token a probability above 0, so an importance ratio is defined.
+        raise ConfigError(
+            f"{', '.join(penalised)}: penalties make the engine's log-probabilities incomparable with the learner's, "
+            "which does not apply them; only an importance ratio against the engine makes up for that, so use "
+            "`algorithm.correction=token_truncate`, or leave the penalties off"
+        )
+
+
+def _corrected(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss holds the ratio between the current policy and what sampled the tokens."""
+    return algorithm.correction != "none" or (algorithm.proximal == "behaviour" and algorithm.objective == "ppo_clip")
+
+
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     if config.sampling.group_size == 1:
@@ -162,10 +205,7 @@ def _check_algorithm(config: Config) -> None:
             "`algorithm.proximal=behaviour` already measures the ratio against the behaviour policy; with "
             f"`algorithm.correction={algorithm.correction}` it would be applied twice; use `algorithm.correction=none`"
         )
-    corrected = algorithm.correction != "none" or (
-        algorithm.proximal == "behaviour" and algorithm.objective == "ppo_clip"
-    )
-    if not corrected and not algorithm.allow_uncorrected:
+    if not _corrected(algorithm) and not algorithm.allow_uncorrected:
         # Invariant 11: engine and learner differ numerically even on-policy, so this holds for every bound.
         raise ConfigError(
             f"`algorithm.objective={algorithm.objective}` with `algorithm.proximal={algorithm.proximal}` and "

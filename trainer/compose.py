@@ -18,7 +18,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.checks import ConfigError, all_keys, check, nearest
+from trainer.checks import UNSUPPORTED, ConfigError, all_keys, check, nearest
 from trainer.config import Config
 
 CONFIG_MODULE = "configs"
@@ -76,7 +76,7 @@ def check_keys(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~").split("@", 1)[0]
         if key not in known and not key.startswith(("hydra.", "hydra/", "data.options.")):
-            raise ConfigError(f"`{key}` is not a key of the configuration{nearest(key, known)}")
+            raise ConfigError(_unknown_key(key))
 
 
 def typed(composed: DictConfig) -> Config:
@@ -103,7 +103,7 @@ def explain(error: Exception) -> str:
     if match := re.search(r"(?:Key '([^']+)' (?:is )?not in (?:struct|'\w+')|Could not override '([^']+)')", text):
         full_key = re.search(r"full_key: ([\w.]+)", text)
         key = match[2] or (full_key[1] if full_key else match[1])
-        return f"`{key}` is not a key of the configuration{nearest(key, [*all_keys(), *GROUPS])}"
+        return _unknown_key(key)
     if match := re.search(r"Value (.+?) of type '\w+' could not be converted to (\w+)", text, re.DOTALL):
         full_key = re.search(r"full_key: ([\w.]+)", text)
         where = f"`{full_key[1]}`: " if full_key else ""
@@ -112,6 +112,12 @@ def explain(error: Exception) -> str:
         options = ", ".join((match[2] or "").split())
         return f"no {match[1]} was chosen: add `{match[1]}=NAME`" + (f", one of {options}" if options else "")
     return " ".join(text.split())
+
+
+def _unknown_key(key: str) -> str:
+    if key in UNSUPPORTED:
+        return f"`{key}` is not supported: {UNSUPPORTED[key]}"
+    return f"`{key}` is not a key of the configuration{nearest(key, [*all_keys(), *GROUPS])}"
 
 
 def _unknown_option(option: str, available: list[str]) -> str:

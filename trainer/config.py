@@ -42,8 +42,13 @@ class SamplingConfig:
     top_p: float = 1.0  # must stay 1.0 in training: the learner compares full distributions
     top_k: int = 0  # must stay 0 (off) in training, for the same reason
     min_p: float = 0.0  # must stay 0.0 in training, for the same reason
+    seed: int | None = None  # reproducible rollouts, across resumes too: each has a random stream of its own
     stop_token_ids: list[int] = field(default_factory=list)  # besides the model's own end-of-sequence ids
+    stop: list[str] = field(default_factory=list)  # strings that end a rollout; they stay in its text
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
+    repetition_penalty: float = 1.0  # of tokens in prompt and response; a penalty needs a behaviour correction
+    presence_penalty: float = 0.0  # of tokens in the response; not with weight_sync.mode=abort
+    frequency_penalty: float = 0.0  # of tokens in the response, each time; not with weight_sync.mode=abort
 
 
 @dataclass

@@ -52,8 +52,11 @@ def prompt_limit(config: Config, model: ResolvedModel) -> int:
     return context - config.sampling.max_tokens
 
 
-def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> Sampling:
-    """How rollouts are sampled; every end-of-sequence id of the model stops one unless they are ignored."""
+def make_sampling(config: Config, model: ResolvedModel, max_model_len: int, first_step: int = 0) -> Sampling:
+    """How rollouts are sampled; every end-of-sequence id of the model stops one unless they are ignored.
+
+    A run continued at ``first_step`` numbers its rollouts from 0 again, so its seed is another one.
+    """
     sampling = config.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(model.eos_token_ids))
     return Sampling(
@@ -63,6 +66,11 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> S
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        seed=None if sampling.seed is None else sampling.seed + SEED_STRIDE * first_step,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop=tuple(sampling.stop),
         stop_token_ids=frozenset(stops),
         max_model_len=max_model_len,
     )
@@ -79,7 +87,7 @@ def engine_settings(
         name=f"engine {number}",
         model_path=model.path,
         dtype=model.dtype,
-        sampling=make_sampling(config, model, max_model_len),
+        sampling=make_sampling(config, model, max_model_len, first_step),
         max_model_len=max_model_len,
         max_running=engine.max_running,
         transfer_backend=transfer_backend(config),

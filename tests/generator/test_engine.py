@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 
 from generator.engine import Engine
 from generator.launch import EngineSettings
 from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
-from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
 from weight_sync.push import Pusher
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -31,6 +35,9 @@ def models() -> dict[str, torch.nn.Module]:
 async def engine(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     models["A"].save_pretrained(folder)
+    tokenizer = Tokenizer(BPE({letters([token_id]): token_id for token_id in range(VOCABULARY)}, []))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = EngineSettings(
         name="engine 0",
         model_path=str(folder),
@@ -56,8 +63,13 @@ def learner(engine, models) -> ModuleLearner:
 
 
 @pytest.fixture(scope="module")
-def pusher(engine, learner) -> Pusher:
-    return Pusher(learner, OneEngine(engine), timeout=120.0)
+def one_engine(engine) -> OneEngine:
+    return OneEngine(engine)
+
+
+@pytest.fixture(scope="module")
+def pusher(learner, one_engine) -> Pusher:
+    return Pusher(learner, one_engine, timeout=120.0)
 
 
 async def push(pusher: Pusher, learner: ModuleLearner, model: torch.nn.Module) -> int:
@@ -73,6 +85,21 @@ async def sampled(engine: Engine, tokens: int) -> None:
     async with asyncio.timeout(120):
         while (await engine.stats())["generated_tokens"] < start + tokens:  # noqa: ASYNC110 (there is no such event)
             await asyncio.sleep(0.002)
+
+
+def letters(token_ids) -> str:
+    """What the test model's tokenizer decodes token ids to: one character each."""
+    return "".join(chr(0x100 + token_id) for token_id in token_ids)
+
+
+def sampling(engine: Engine, **changes) -> Sampling:
+    return replace(engine.settings.sampling, **changes)
+
+
+def begin(whole: Rollout, tokens: int, version: int) -> Rollout:
+    """The rollout that ``whole`` was after its first ``tokens`` tokens."""
+    segment = Segment(whole.response_token_ids[:tokens], whole.logprobs[:tokens], version)
+    return Rollout(id=whole.id, prompt_token_ids=whole.prompt_token_ids).extended(segment)
 
 
 def prompts(count: int) -> list[Rollout]:
@@ -162,9 +189,85 @@ async def test_a_weight_update_of_a_serving_engine_is_refused(engine):
         await engine.start_weight_update()
 
 
-async def test_a_rollout_that_has_tokens_already_continues_from_them(engine):
-    (whole,) = (await engine.generate(prompts(1))).rollouts
-    half = MAX_TOKENS // 2
-    begun = prompts(1)[0].extended(Segment(whole.response_token_ids[:half], whole.logprobs[:half], whole.versions[0]))
-    (continued,) = (await engine.generate([begun])).rollouts
-    assert continued.response_token_ids == whole.response_token_ids
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"repetition_penalty": 1.3}, {"min_tokens": 20, "stop_token_ids": frozenset(range(60))}],
+    ids=["plain", "repetition penalty", "stop tokens after a minimum"],
+)
+async def test_a_greedy_rollout_interrupted_at_any_position_equals_the_uninterrupted_one(
+    engine, learner, pusher, models, changes
+):
+    version = await push(pusher, learner, models["A"])
+    params = sampling(engine, max_tokens=41, **changes)
+    whole = (await engine.generate(prompts(2), params)).rollouts[1]
+    assert whole.finish_reason == ("stop" if "min_tokens" in changes else "length")
+    positions = range(1, len(whole.response_token_ids))
+    begun = [replace(begin(whole, position, version), id=str(position)) for position in positions]
+    continued = (await asyncio.wait_for(engine.generate(begun, params), timeout=300)).rollouts
+    for position, rollout in zip(positions, continued, strict=True):
+        assert rollout.response_token_ids == whole.response_token_ids, f"interrupted after {position} tokens"
+        assert rollout.logprobs == pytest.approx(whole.logprobs, abs=1e-4), f"interrupted after {position} tokens"
+        assert rollout.finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}], ids=["plain", "filtered"])
+async def test_seeded_sampling_is_reproducible_differs_within_a_group_and_never_starts_again(
+    engine, learner, pusher, models, changes
+):
+    version = await push(pusher, learner, models["A"])
+    params = sampling(engine, max_tokens=20, temperature=1.0, seed=7, **changes)
+    group = [Rollout(id=f"0-{member}", prompt_token_ids=(7, 7, 7)) for member in range(4)]
+    first, again = [(await engine.generate(group, params)).rollouts for _ in range(2)]
+    assert [rollout.response_token_ids for rollout in first] == [rollout.response_token_ids for rollout in again]
+    assert len({rollout.response_token_ids for rollout in first}) == len(group)
+
+    begun = [begin(rollout, 10, version) for rollout in first]
+    resumed, again = [(await engine.generate(begun, params)).rollouts for _ in range(2)]
+    assert [rollout.response_token_ids for rollout in resumed] == [rollout.response_token_ids for rollout in again]
+    for rollout, whole in zip(resumed, first, strict=True):
+        assert rollout.response_token_ids[:10] == whole.response_token_ids[:10]
+        # From here on it draws from the stream of (7, id, 10), the uninterrupted one from that of (7, id, 0).
+        assert rollout.response_token_ids[10:] != whole.response_token_ids[10:]
+
+
+async def test_a_stop_string_ends_a_rollout_exactly_wherever_it_was_interrupted(engine, learner, pusher, models):
+    version = await push(pusher, learner, models["A"])
+    (whole,) = (await engine.generate(prompts(1), sampling(engine, max_tokens=60))).rollouts
+    text = letters(whole.response_token_ids)
+    end = next(n for n in range(12, 60) if text.index(text[n - 3 : n]) == n - 3)
+    stopping = sampling(engine, max_tokens=60, stop=(text[end - 3 : end],))
+    surplus = (await engine.stats())["surplus_tokens"]
+
+    begun = [replace(begin(whole, position, version), id=str(position)) for position in range(end + 2)]
+    finished = (await asyncio.wait_for(engine.generate(begun, stopping), timeout=300)).rollouts
+    for position, rollout in enumerate(finished):
+        assert rollout.response_token_ids == whole.response_token_ids[:end], f"interrupted after {position} tokens"
+        assert rollout.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
+        assert len(rollout.versions) == len(rollout.loss_mask) == end
+        assert rollout.finish_reason == "stop"
+    stats = await engine.stats()
+    assert stats["submitted"] == 0
+    assert stats["surplus_tokens"] - surplus <= 2 * len(begun), "requests ran on behind their end"
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+async def test_a_push_while_requests_end_at_stop_strings_loses_none_of_them(
+    engine, learner, models, one_engine, pusher, mode, monkeypatch
+):
+    """Ends close to each other, some before, some during and some after the push. vLLM's versions are checked too."""
+    monkeypatch.setattr(one_engine, "mode", mode)
+    await push(pusher, learner, models["A"])
+    started = [Rollout(id=f"p{n}", prompt_token_ids=(5 + n, 9, 3)) for n in range(24)]
+    stopping = sampling(engine, max_tokens=100, temperature=1.0, seed=3, stop=tuple(letters([n]) for n in range(3)))
+    task = asyncio.create_task(engine.generate(started, stopping))
+    for name in ("B", "A", "B"):
+        await sampled(engine, 60)
+        await push(pusher, learner, models[name])
+    finished = (await asyncio.wait_for(task, timeout=300)).rollouts
+    assert (await engine.stats())["submitted"] == 0
+    assert {rollout.finish_reason for rollout in finished} <= {"stop", "length"}
+    assert sum(rollout.finish_reason == "stop" for rollout in finished) > len(finished) / 2
+    for rollout in finished:
+        stops = [position for position, token_id in enumerate(rollout.response_token_ids) if token_id < 3]
+        assert stops in ([], [len(rollout.response_token_ids) - 1])
+        assert (rollout.finish_reason == "stop") == bool(stops)

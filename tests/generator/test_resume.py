@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator.resume import Finished, Sampling, Submission, next_submission
+from generator.resume import Finished, Sampling, Submission, cut, next_submission, stream_seed
 from generator.rollout import Rollout, Segment
+from generator.stops import StopMatcher
 
 STOP = 2
 OTHER_STOP = 3
@@ -76,35 +77,125 @@ def test_budgets_that_contradict_each_other_are_refused(changes):
         sampling(**changes)
 
 
-@given(
-    stream=st.lists(st.integers(2, 9), min_size=12, max_size=12),
-    cuts=st.lists(st.integers(0, 5), min_size=0, max_size=20),
-    min_tokens=st.integers(0, 6),
+def test_a_rollout_whose_last_token_completes_a_stop_string_is_a_natural_stop_even_with_the_last_of_the_budget():
+    assert next_submission(sampling(), rollout(20, 21), stopped=True) == Finished("stop")
+    assert next_submission(sampling(max_tokens=2), rollout(20, 21), stopped=True) == Finished("stop")
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_a_rollout_that_cannot_be_resumed_exactly_is_begun_but_never_continued_elsewhere(penalty):
+    params = sampling(**{penalty: 0.5})
+    assert isinstance(next_submission(params, rollout()), Submission)
+    assert next_submission(params, rollout(20)) == Finished("failed")
+    assert next_submission(params, rollout(20, STOP)) == Finished("stop")
+    assert isinstance(next_submission(sampling(repetition_penalty=1.5), rollout(20)), Submission)
+
+
+def test_without_a_seed_none_is_submitted():
+    decision = next_submission(sampling(), rollout(20))
+    assert isinstance(decision, Submission)
+    assert decision.seed is None
+
+
+def test_a_seed_names_the_same_stream_in_every_process():
+    """Another value would silently change every recorded run; Python's own hash changes with each process."""
+    assert stream_seed(1, "0-3", 17) == 2853062159404424425
+    assert 0 <= stream_seed(-5, "x", 0) < 2**63
+
+
+def test_cutting_a_rollout_cuts_every_column():
+    whole = Rollout("r", (1,), (5, 6, 7), (-0.1, -0.2, -0.3), (0, 0, 1), (True, False, True))
+    assert cut(whole, 2) == Rollout("r", (1,), (5, 6), (-0.1, -0.2), (0, 0), (True, False))
+
+
+@given(st.sets(st.tuples(st.integers(), st.text(max_size=4), st.integers(0, 10_000)), min_size=2, max_size=20))
+def test_different_seeds_rollouts_and_positions_get_different_streams(arguments):
+    assert len({stream_seed(*argument) for argument in arguments}) == len(arguments)
+
+
+def letters(token_ids) -> str:
+    """A tokenizer with one letter a token."""
+    return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+
+def sampled(params: Sampling, stream: list[int], interruptions: list[int]) -> tuple[Rollout, list[Submission]]:
+    """The rollout of a deterministic engine that reads its tokens from ``stream``, and what was submitted to it.
+
+    The engine is aborted after each of ``interruptions`` tokens, once per number. It is as strict as a real one.
+    """
+    current, pending, submissions = Rollout(id="r", prompt_token_ids=(10, 11)), list(interruptions), []
+    stops = StopMatcher(letters, params.stop, params.min_tokens) if params.stop else None
+    while not isinstance(decision := next_submission(params, current, stops is not None and stops.stopped), Finished):
+        submissions.append(decision)
+        assert decision.max_tokens >= 1
+        assert 0 <= decision.min_tokens <= decision.max_tokens
+        assert decision.prompt_token_ids == current.prompt_token_ids + current.response_token_ids
+        limit = pending.pop(0) if pending else len(stream)
+        start, tokens = len(current.response_token_ids), []
+        while len(tokens) < min(limit, decision.max_tokens):
+            token = stream[start + len(tokens)]
+            if len(tokens) < decision.min_tokens and token in params.stop_token_ids:
+                token = 9  # the engine forbids a stop token while the minimum is not reached
+            tokens.append(token)
+            if token in params.stop_token_ids:
+                break
+        if stops is not None and (end := stops.feed(tokens)) is not None:
+            tokens = tokens[:end]
+        logprobs = tuple(-float(start + n) for n in range(len(tokens)))
+        current = current.extended(Segment(tuple(tokens), logprobs, len(submissions)))
+    return current.extended(Segment((), (), len(submissions)), decision.reason), submissions
+
+
+STREAM = st.lists(st.integers(2, 9), min_size=12, max_size=12)
+INTERRUPTIONS = st.lists(st.integers(0, 5), min_size=0, max_size=20)
+PARAMS = st.builds(
+    sampling,
     max_tokens=st.integers(6, 10),
+    min_tokens=st.integers(0, 6),
     max_model_len=st.sampled_from([0, 7, 9, 20]),
+    seed=st.sampled_from([None, 3]),
+    stop=st.lists(st.lists(st.integers(4, 9), min_size=1, max_size=3).map(letters), max_size=2).map(tuple),
 )
-def test_a_rollout_is_the_same_however_often_it_is_interrupted(stream, cuts, min_tokens, max_tokens, max_model_len):
-    """A deterministic engine that reads its tokens from a list, aborted after ``cuts`` tokens, again and again."""
-    params = sampling(max_tokens=max_tokens, min_tokens=min_tokens, max_model_len=max_model_len)
 
-    def run(interruptions: list[int]) -> Rollout:
-        current, version, pending = Rollout(id="r", prompt_token_ids=(10, 11)), 0, list(interruptions)
-        while not isinstance(decision := next_submission(params, current), Finished):
-            limit = pending.pop(0) if pending else len(stream)
-            tokens: list[int] = []
-            position = len(decision.prompt_token_ids) - 2
-            while len(tokens) < min(limit, decision.max_tokens):
-                token = stream[position + len(tokens)]
-                if len(tokens) < decision.min_tokens and token in params.stop_token_ids:
-                    token = 9  # the engine forbids a stop token while the minimum is not reached
-                tokens.append(token)
-                if token in params.stop_token_ids:
-                    break
-            current = current.extended(Segment(tuple(tokens), (-1.0,) * len(tokens), version))
-            version += 1
-        return current.extended(Segment((), (), version), decision.reason)
 
-    whole, pieces = run([]), run(cuts)
+@given(PARAMS, STREAM, INTERRUPTIONS)
+def test_a_rollout_is_the_same_however_often_it_is_interrupted(params, stream, interruptions):
+    whole, _ = sampled(params, stream, [])
+    pieces, submissions = sampled(params, stream, interruptions)
     assert pieces.response_token_ids == whole.response_token_ids
+    assert pieces.logprobs == whole.logprobs
+    assert len(pieces.versions) == len(pieces.loss_mask) == len(pieces.response_token_ids)
     assert pieces.finish_reason == whole.finish_reason
-    assert len(whole.response_token_ids) <= max_tokens
+    assert len(submissions) <= len(interruptions) + 1
+    assert 1 <= len(whole.response_token_ids) <= params.max_tokens
+    if params.max_model_len:
+        assert len(whole.prompt_token_ids) + len(whole.response_token_ids) <= params.max_model_len
+
+
+@given(PARAMS, STREAM, INTERRUPTIONS)
+def test_no_stop_ends_a_rollout_before_its_minimum(params, stream, interruptions):
+    finished, _ = sampled(params, stream, interruptions)
+    if finished.finish_reason == "stop":
+        assert len(finished.response_token_ids) > params.min_tokens
+
+
+@given(PARAMS, STREAM, INTERRUPTIONS)
+def test_no_two_positions_of_a_rollout_draw_the_same_random_number(params, stream, interruptions):
+    """A request draws number 0, 1, 2, ... of the stream that its seed names."""
+    finished, submissions = sampled(params, stream, interruptions)
+    starts = [len(submission.prompt_token_ids) - 2 for submission in submissions]
+    ends = [*starts[1:], len(finished.response_token_ids)]
+    drawn = [(s.seed, n) for s, start, end in zip(submissions, starts, ends, strict=True) for n in range(end - start)]
+    if params.seed is not None:
+        assert len(set(drawn)) == len(drawn)
+    assert sampled(params, stream, interruptions)[1] == submissions, "the streams are not reproducible"
+
+
+@pytest.mark.parametrize("position", range(7))
+def test_an_abort_at_any_position_leaves_budgets_that_add_up(position):
+    params = sampling(min_tokens=4)
+    decision = next_submission(params, rollout(*[20] * position))
+    if position == params.max_tokens:
+        assert decision == Finished("length")
+    else:
+        assert decision == Submission((10, 11, *[20] * position), 6 - position, max(0, 4 - position))

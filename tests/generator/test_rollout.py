@@ -1,6 +1,9 @@
 import math
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from generator.rollout import Group, Prompt, Rollout, RolloutError, ScoredRollout, Segment
 
@@ -69,3 +72,55 @@ def test_a_group_is_as_old_as_its_oldest_token():
     assert Group(prompt, (scored((3, 4)), scored((2, 5))), admitted_version=1).oldest_version == 2
     empty = ScoredRollout(Rollout(id="e", prompt_token_ids=(1,)), "", 1.0, {})
     assert Group(prompt, (empty,), admitted_version=7).oldest_version == 7
+
+
+@st.composite
+def streams_and_cuts(draw):
+    """Rows (token, log-probability, version) with versions that never decrease, and two ways to cut between them."""
+    steps = draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    logprobs = draw(st.lists(st.floats(-50, 0), min_size=len(steps), max_size=len(steps)))
+    rows = [(n, logprobs[n], sum(steps[: n + 1])) for n in range(len(steps))]
+    cuts = st.lists(st.integers(0, len(rows)), max_size=8)
+    return rows, draw(cuts), draw(cuts)
+
+
+def grown(rows, cuts) -> Rollout:
+    """The rollout of ``rows``, interrupted at ``cuts`` (twice the same place: an abort without a token between)."""
+    result = Rollout(id="r", prompt_token_ids=(1,))
+    changes = [n for n in range(1, len(rows)) if rows[n][2] != rows[n - 1][2]]  # a segment has one version
+    bounds = sorted([0, *cuts, *changes, len(rows)])
+    for start, end in pairwise(bounds):
+        part = rows[start:end]
+        version = part[0][2] if part else 0
+        result = result.extended(Segment(tuple(r[0] for r in part), tuple(r[1] for r in part), version))
+    return result
+
+
+@given(streams_and_cuts())
+def test_every_segmentation_of_a_stream_grows_the_same_rollout(case):
+    rows, first, second = case
+    a, b = grown(rows, first), grown(rows, second)
+    assert (a.response_token_ids, a.logprobs, a.versions, a.loss_mask) == (
+        b.response_token_ids,
+        b.logprobs,
+        b.versions,
+        b.loss_mask,
+    )
+    assert list(zip(a.response_token_ids, a.logprobs, a.versions, strict=True)) == rows
+    assert (
+        a.segments
+        == len({*first, *(n for n in range(1, len(rows)) if rows[n][2] != rows[n - 1][2])} - {0, len(rows)}) + 1
+    )
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=8))
+def test_segments_are_accepted_exactly_as_long_as_versions_do_not_decrease(versions):
+    result = Rollout(id="r", prompt_token_ids=(1,))
+    for version in versions:
+        segment = Segment((9,), (-1.0,), version)
+        if result.newest_version is not None and version < result.newest_version:
+            with pytest.raises(RolloutError, match="decrease"):
+                result.extended(segment)
+        else:
+            result = result.extended(segment)
+    assert list(result.versions) == sorted(result.versions)

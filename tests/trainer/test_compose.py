@@ -32,6 +32,23 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
         (["recipe=ci_tiny", "algorithm.proximal=behaviour"], ["twice"]),
         (["recipe=ci_tiny", "sampling.temperature=0"], ["greedy"]),
         (["recipe=ci_tiny", "sampling.top_p=0.9"], ["sampling.top_p"]),
+        (["recipe=ci_tiny", "sampling.stop=['']"], ["sampling.stop", "at least one character"]),
+        (["recipe=ci_tiny", "sampling.presence_penalty=0.5"], ["weight_sync.mode=keep", "`wait`"]),
+        (["recipe=ci_tiny", "sampling.frequency_penalty=0.5"], ["weight_sync.mode=keep", "`wait`"]),
+        (["recipe=ci_tiny", "weight_sync.mode=keep", "sampling.presence_penalty=3"], ["between -2 and 2"]),
+        (["recipe=ci_tiny", "sampling.repetition_penalty=0"], ["greater than 0"]),
+        (
+            [
+                "recipe=ci_tiny",
+                "sampling.repetition_penalty=1.1",
+                "algorithm.correction=none",
+                "algorithm.allow_uncorrected=true",
+            ],
+            ["`sampling.repetition_penalty`", "algorithm.correction=token_truncate"],
+        ),
+        (["recipe=ci_tiny", "sampling.bad_words=[x]"], ["`sampling.bad_words` is not supported", "tokenizer"]),
+        (["recipe=ci_tiny", "+sampling.structured_outputs=x"], ["grammar", "weight_sync.mode=abort"]),
+        (["recipe=ci_tiny", "sampling.n=4"], ["sampling.group_size"]),
         (["recipe=ci_tiny", "sampling.group_size=1"], ["group_size=1"]),
         (["recipe=ci_tiny", "engine.max_model_len=8"], ["no room for a prompt"]),
         (["recipe=ci_tiny", "learner.ranks=1000"], ["learner.ranks=1000"]),
@@ -51,6 +68,13 @@ def test_a_broken_configuration_is_answered_in_one_paragraph_that_names_the_key(
 def test_uncorrected_training_is_possible_when_asked_for_by_name():
     config = compose_config(["recipe=ci_tiny", "algorithm.correction=none", "algorithm.allow_uncorrected=true"])
     assert config.algorithm.correction == "none"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_penalties_on_the_response_alone_are_possible_where_no_rollout_is_submitted_twice(mode):
+    penalties = ["sampling.presence_penalty=0.5", "sampling.frequency_penalty=-0.5"]
+    sampling = compose_config(["recipe=ci_tiny", f"weight_sync.mode={mode}", *penalties]).sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
 
 
 def test_every_checked_key_exists_and_its_default_is_allowed():

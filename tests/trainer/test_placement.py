@@ -24,6 +24,23 @@ def test_ignoring_end_of_sequence_leaves_the_recipe_s_own_stops():
     assert sampling.stop_token_ids == {9}
 
 
+def test_what_is_configured_for_sampling_reaches_the_engine():
+    keys = ["sampling.stop=[END,'\\n']", "sampling.repetition_penalty=1.1", "weight_sync.mode=keep"]
+    keys += ["sampling.presence_penalty=0.2", "sampling.frequency_penalty=0.3"]
+    sampling = placement.engine_settings(config(*keys), MODEL, 10).sampling
+    assert sampling.stop == ("END", "\\n")
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, 0.3)
+    assert sampling.seed is None
+
+
+def test_a_sampling_seed_is_the_same_for_every_engine_and_another_one_after_a_restart():
+    def seed(first_step: int, number: int) -> int | None:
+        return placement.engine_settings(config("sampling.seed=5"), MODEL, 10, first_step, number).sampling.seed
+
+    assert seed(0, 0) == seed(0, 3) == 5
+    assert seed(7, 0) == seed(7, 3) != 5
+
+
 def test_the_context_is_as_long_as_the_longest_prompt_needs():
     settings = placement.engine_settings(config("sampling.max_tokens=24"), MODEL, longest_prompt=10)
     assert settings.max_model_len == 34
