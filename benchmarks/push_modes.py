@@ -31,6 +31,7 @@ from generator.link import KvCache, PushMode
 from generator.resume import Sampling
 from generator.rollout import Rollout
 from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from trainer.leave import leave
 from weight_sync.push import Pusher
 
 MODES: list[tuple[PushMode, KvCache]] = [
@@ -84,7 +85,7 @@ async def measure(
         "pause_seconds": statistics.median(pauses),
         "recomputed_tokens_a_push": recomputed / len(pauses),
         "seconds": seconds,
-        **{f"gap_age_{age}": statistics.mean(values) for age, values in sorted(gaps.items())},
+        **{f"gap_age_{age}": statistics.mean(gaps[age]) if age in gaps else None for age in range(len(models))},
         "gap_max": max(max(values) for values in gaps.values()),
     }
 
@@ -180,3 +181,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -35,6 +35,7 @@ from generator.launch import EngineSettings
 from generator.resume import Sampling
 from generator.rollout import Rollout, RolloutError
 from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from trainer.leave import leave
 from weight_sync.push import Pusher
 
 IN_FLIGHT = 40
@@ -265,3 +266,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
