@@ -26,6 +26,9 @@ class Sampling:
     """Every id that ends a rollout: the model's end-of-sequence ids (unless ignored) and the recipe's own."""
     max_model_len: int = 0
     """Longest prompt plus response the engine holds; 0: no limit beside ``max_tokens``."""
+    turn_start: int = 0
+    """Response tokens there were when the current turn of an environment began: a stop token among them ended an
+    earlier turn, not this one."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -58,10 +61,11 @@ def finish_reason(sampling: Sampling, rollout: Rollout) -> FinishReason | None:
     An abort can arrive exactly with the last token. The engine then reports ``abort``; what the rollout holds decides:
     a stop token at the end is a natural stop, a spent budget is a length stop.
     """
-    done = len(rollout.response_token_ids)
-    if done == 0:
+    if not rollout.response_token_ids:
         return None
-    if rollout.response_token_ids[-1] in sampling.stop_token_ids and done > sampling.min_tokens:
+    sampled_last = not rollout.ends_with_observation and len(rollout.response_token_ids) > sampling.turn_start
+    stopped = sampled_last and rollout.response_token_ids[-1] in sampling.stop_token_ids
+    if stopped and rollout.sampled_tokens > sampling.min_tokens:
         return "stop"
     if budget_left(sampling, rollout) <= 0:
         return "length"
@@ -69,8 +73,11 @@ def finish_reason(sampling: Sampling, rollout: Rollout) -> FinishReason | None:
 
 
 def budget_left(sampling: Sampling, rollout: Rollout) -> int:
-    """Response tokens that may still be sampled: the smaller of the budget's and the context's remainder."""
-    left = sampling.max_tokens - len(rollout.response_token_ids)
+    """Response tokens that may still be sampled: the smaller of the budget's and the context's remainder.
+
+    Observed tokens fill the context, but nobody samples them: they do not count against ``max_tokens``.
+    """
+    left = sampling.max_tokens - rollout.sampled_tokens
     if sampling.max_model_len:
         left = min(left, sampling.max_model_len - len(rollout.prompt_token_ids) - len(rollout.response_token_ids))
     return left
@@ -90,7 +97,7 @@ def next_submission(sampling: Sampling, rollout: Rollout) -> Submission | Finish
             f"rollout {rollout.id}: the prompt has {len(rollout.prompt_token_ids)} tokens and the context holds "
             f"{sampling.max_model_len}; no response token fits"
         )
-    done = len(rollout.response_token_ids)
+    done = rollout.sampled_tokens
     return Submission(
         prompt_token_ids=rollout.prompt_token_ids + rollout.response_token_ids,
         max_tokens=left,

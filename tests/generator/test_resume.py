@@ -76,6 +76,29 @@ def test_budgets_that_contradict_each_other_are_refused(changes):
         sampling(**changes)
 
 
+def test_an_observation_that_ends_with_a_stop_token_is_no_natural_stop():
+    decision = next_submission(sampling(), rollout(20).observed([30, STOP]))
+    assert decision == Submission((10, 11, 20, 30, STOP), max_tokens=5, min_tokens=0)
+
+
+def test_observed_tokens_count_against_the_context_and_not_against_the_budgets():
+    observed = rollout(20).observed([30, 31, 32])
+    assert next_submission(sampling(min_tokens=3), observed).max_tokens == 5
+    assert next_submission(sampling(min_tokens=3), observed).min_tokens == 2
+    assert next_submission(sampling(max_model_len=8), observed).max_tokens == 2
+
+
+def test_an_observation_that_leaves_no_room_ends_the_rollout_with_length():
+    assert next_submission(sampling(max_model_len=6), rollout(20).observed([30, 31, 32])) == Finished("length")
+
+
+def test_the_stop_token_of_an_earlier_turn_does_not_end_this_one():
+    earlier = rollout(20, STOP)
+    assert next_submission(sampling(turn_start=2), earlier) == Submission((10, 11, 20, STOP), 4, 0)
+    later = earlier.extended(Segment((21, STOP), (-1.0, -1.0), 0))
+    assert next_submission(sampling(turn_start=2), later) == Finished("stop")
+
+
 @given(
     stream=st.lists(st.integers(2, 9), min_size=12, max_size=12),
     cuts=st.lists(st.integers(0, 5), min_size=0, max_size=20),
