@@ -1,6 +1,6 @@
 """The push protocol: how a new policy version gets from the learner into every engine.
 
-The order is prepare, connect (only when engines joined or left), gate, transfer, confirm, publish, resume. Up to the
+The order is connect (only when engines joined or left), prepare, gate, transfer, confirm, publish, resume. Up to the
 transfer the engines still hold the old version whole, so a failure there lets them go on with it. From the transfer on
 they may hold half of each: after a failure nothing is published and the gate stays closed until a complete push.
 
@@ -190,9 +190,9 @@ class Pusher:
 
     async def _run(self, version: int) -> PushReport:
         self._seconds = {}
-        manifest = await self._within(Step.PREPARE, self.learner.prepare)
-        if self.engines.members_changed:
+        if self.engines.members_changed:  # before prepare: it is the connection that makes the learner's sender
             await self._within(Step.CONNECT, self.connect)
+        manifest = await self._within(Step.PREPARE, self.learner.prepare)
         paused_at = self.clock()
         await self._within(Step.GATE, self.engines.close_gate, self.drain_timeout)
         sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version))

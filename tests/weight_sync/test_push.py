@@ -132,7 +132,7 @@ async def test_the_transfer_group_is_built_anew_when_engines_joined_or_left_and_
     run = pusher(script)
     await run.push(0)
     await run.push(1)
-    assert script.calls == ["prepare", "connect", *ORDER[1:], *ORDER]
+    assert script.calls == ["connect", *ORDER, *ORDER]
 
 
 async def test_an_engine_that_fails_a_push_is_ended_and_the_others_get_the_whole_version_again():
