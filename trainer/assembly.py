@@ -106,6 +106,7 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     if inputs.environment is None:
         scorer = RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers)
         return SingleTurn(engines, scorer, codec.decode, watch.trace, drop_group)
+    _ = codec.texts  # read now, while nothing runs that it would hold up
     return MultiTurn(
         inputs.environment,
         engines,

@@ -44,9 +44,14 @@ class TextCodec:
         """Text of ``token_ids``, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    @functools.cached_property
+    def texts(self) -> list[str]:
+        """The text of every id; special tokens have none. The first access takes seconds for a large vocabulary."""
+        ids = [[number] for number in range(self.vocabulary)]
+        return list(self._tokenizer.batch_decode(ids, skip_special_tokens=True))
+
     def _ids_containing(self, text: str) -> frozenset[int]:
-        texts = self._tokenizer.batch_decode([[number] for number in range(self.vocabulary)], skip_special_tokens=True)
-        return frozenset(number for number, token in enumerate(texts) if text in token)
+        return frozenset(number for number, token in enumerate(self.texts) if text in token)
 
 
 class Conversation:
