@@ -1,4 +1,4 @@
-"""An environment through the real stack: vLLM samples the turns, the learner reads observations and has no loss on them."""
+"""An environment through the real stack: vLLM samples the turns, the learner reads observations without a loss."""
 
 from __future__ import annotations
 
