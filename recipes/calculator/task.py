@@ -9,12 +9,16 @@ from generator.task import Messages, TaskContext, TaskData
 from recipes.calculator.environment import CalculatorEnvironment
 from recipes.gsm8k.task import GSM8K
 
-INSTRUCTION = "Write every calculation as <calc>...</calc>; a calculator continues it. End with #### and the answer."
-EXAMPLE = (
-    "Sam has 2 pens. Sam gets 3 more. How many pens does Sam have now?",
-    "<calc>2 + 3</calc> = 5\n#### 5",
+EXAMPLES = (
+    ("Sam has 2 pens. Sam gets 3 more. How many pens does Sam have now?", "<calc>2 + 3</calc> = 5\n#### 5"),
+    ("Ida has 8 keys. Ida loses 5. How many keys does Ida have now?", "<calc>8 - 5</calc> = 3\n#### 3"),
+    (
+        "Tom has 4 cups. A week later Tom has 6 times as many. How many cups does Tom have now?",
+        "<calc>4 * 6</calc> = 24\n#### 24",
+    ),
 )
-"""One solved problem: a small model copies its form, where it does not follow an instruction in words."""
+"""Solved problems: a small model copies their form, where it does not follow an instruction in words. With one example
+SmolLM2-135M wrote a call in 1 of 24 answers, with these three in 3 of 12."""
 
 
 class Calculator:
@@ -28,14 +32,11 @@ class Calculator:
         return self._problems.load(context)
 
     def prompt(self, row: Mapping[str, Any]) -> Messages:
-        """A solved example, then the problem."""
-        asked, answered = EXAMPLE
-        return [
-            {"role": "system", "content": INSTRUCTION},
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": answered},
-            {"role": "user", "content": str(row["question"])},
-        ]
+        """Three solved examples, then the problem."""
+        chat = [{"role": "system", "content": ""}]  # keeps the chat template from adding a longer one of its own
+        for asked, answered in EXAMPLES:
+            chat += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*chat, {"role": "user", "content": str(row["question"])}]
 
     def environment(self) -> CalculatorEnvironment:
         """The calculator, which also scores the answer."""

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from generator.task import TaskContext
@@ -45,7 +47,7 @@ async def played(*lines: str, answer: str = "#### 84"):
 async def test_a_call_is_answered_and_the_model_goes_on():
     scored = await played("<calc>", "12*7</calc>", "#### 84")
     assert scored.text == "<calc>12*7</calc> = 84\n#### 84"
-    assert scored.reward == pytest.approx(1.0)
+    assert scored.reward == pytest.approx(0.6 + 0.3 + 0.1)
     assert scored.log == {"calls": 1, "errors": 0}
     (span,) = scored.rollout.observations
     assert CODEC.decode(scored.rollout.response_token_ids[slice(*span)]) == " = 84\n"
@@ -65,7 +67,11 @@ async def test_an_answer_without_a_call_is_scored_as_it_is():
 
 
 async def test_the_last_number_alone_earns_a_part():
-    assert (await played("<calc>", "12*7</calc>", "so it is 84")).reward == pytest.approx(0.3)
+    assert (await played("<calc>", "12*7</calc>", "so it is 84")).reward == pytest.approx(0.3 + 0.1)
+
+
+async def test_a_call_that_cannot_be_computed_earns_nothing():
+    assert (await played("<calc>", "12 boxes</calc>", "I do not know")).reward == 0.0
 
 
 async def test_calls_are_bounded():
@@ -73,11 +79,13 @@ async def test_calls_are_bounded():
     assert scored.reward_parts["calculator_calls"] == 8.0
 
 
-def test_a_prompt_shows_one_call_and_its_answer():
+def test_a_prompt_shows_calls_that_the_calculator_would_continue_the_same_way():
     context = TaskContext(None, {"source": "generated"}, lambda: False, seed=0)
     task = Calculator()
     data = task.load(context)
     chat = task.prompt(data.rows[0])
-    assert "<calc>2 + 3</calc> = 5\n" in chat[-2]["content"]
+    for message in chat[2:-1:2]:
+        expression, result = re.fullmatch(r"<calc>(.*)</calc> = (\d+)\n#### \2", message["content"]).groups()
+        assert calculate(expression) == result
     assert chat[-1]["content"] == data.rows[0]["question"]
     assert task.rewards() == []
