@@ -23,7 +23,7 @@ from generator.link import EngineError, EngineLostError, KvCache, PushMode, Retu
 from generator.orphan import announce_parent
 from generator.prestart import prestart_core
 from generator.request import Request, VersionMismatchError
-from generator.resume import Finished, Sampling, Submission, cut, next_submission
+from generator.resume import Finished, Sampling, Submission, next_submission
 from generator.rollout import Rollout
 from generator.stops import Decode, StopMatcher, load_decode
 
@@ -130,10 +130,11 @@ class Engine:
 
     async def _finish(self, rollout: Rollout, call: _Call) -> Rollout:
         """The resume loop of one rollout: submit, keep what came back, ask what is next."""
-        stops = self._stop_matcher(call.sampling)
+        stops = self._stop_matcher(call.sampling, rollout)
+        start = call.sampling.turn_start
         # What arrives may have been sampled elsewhere, up to a stop string or across one.
-        if stops is not None and (end := stops.feed(rollout.response_token_ids)) is not None:
-            rollout = cut(rollout, end)
+        if stops is not None and (end := stops.feed(rollout.response_token_ids[start:])) is not None:
+            rollout = rollout.first(start + end)
         self._live[rollout.id] = rollout
         submissions = stalls = 0
         try:
@@ -155,12 +156,14 @@ class Engine:
         finally:
             del self._live[rollout.id]
 
-    def _stop_matcher(self, sampling: Sampling) -> StopMatcher | None:
+    def _stop_matcher(self, sampling: Sampling, rollout: Rollout) -> StopMatcher | None:
         if not sampling.stop:
             return None
         if self._decode is None:  # the engine's own sampling has no stop strings, but this call's has
             self._decode = load_decode(self.settings.model_path, sampling.stop)
-        return StopMatcher(self._decode, sampling.stop, sampling.min_tokens)
+        return StopMatcher(
+            self._decode, sampling.stop, sampling.min_tokens - rollout.sampled_before(sampling.turn_start)
+        )
 
     async def _admitted(self, call: _Call) -> bool:
         """Wait at the gate. False when the rollouts of the call are to be handed back instead."""

@@ -15,7 +15,7 @@ therefore be corrected here, in one place (known faults R2, R3, R5, R6, R8):
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from generator.rollout import FinishReason, Rollout
 
@@ -43,6 +43,9 @@ class Sampling:
     """As ``presence_penalty``."""
     max_model_len: int = 0
     """Longest prompt plus response the engine holds; 0: no limit beside ``max_tokens``."""
+    turn_start: int = 0
+    """Response tokens there were when the current turn of an environment began: a stop token among them ended an
+    earlier turn, not this one."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -82,10 +85,11 @@ def finish_reason(sampling: Sampling, rollout: Rollout, stopped: bool = False) -
     a stop token at the end is a natural stop, a spent budget is a length stop. ``stopped`` says that its last token
     completes a stop string; only a tokenizer can tell, see :class:`generator.stops.StopMatcher`.
     """
-    done = len(rollout.response_token_ids)
-    if done == 0:
+    if not rollout.response_token_ids:
         return None
-    if stopped or (rollout.response_token_ids[-1] in sampling.stop_token_ids and done > sampling.min_tokens):
+    sampled_last = not rollout.ends_with_observation and len(rollout.response_token_ids) > sampling.turn_start
+    stop_token = rollout.response_token_ids[-1] in sampling.stop_token_ids
+    if sampled_last and (stopped or (stop_token and rollout.sampled_tokens > sampling.min_tokens)):
         return "stop"
     if budget_left(sampling, rollout) <= 0:
         return "length"
@@ -93,8 +97,11 @@ def finish_reason(sampling: Sampling, rollout: Rollout, stopped: bool = False) -
 
 
 def budget_left(sampling: Sampling, rollout: Rollout) -> int:
-    """Response tokens that may still be sampled: the smaller of the budget's and the context's remainder."""
-    left = sampling.max_tokens - len(rollout.response_token_ids)
+    """Response tokens that may still be sampled: the smaller of the budget's and the context's remainder.
+
+    Observed tokens fill the context, but nobody samples them: they do not count against ``max_tokens``.
+    """
+    left = sampling.max_tokens - rollout.sampled_tokens
     if sampling.max_model_len:
         left = min(left, sampling.max_model_len - len(rollout.prompt_token_ids) - len(rollout.response_token_ids))
     return left
@@ -118,14 +125,15 @@ def next_submission(sampling: Sampling, rollout: Rollout, stopped: bool = False)
             f"rollout {rollout.id}: the prompt has {len(rollout.prompt_token_ids)} tokens and the context holds "
             f"{sampling.max_model_len}; no response token fits"
         )
-    done = len(rollout.response_token_ids)
-    if done and not sampling.resumable:
+    begun = len(rollout.response_token_ids) > sampling.turn_start
+    if begun and not sampling.resumable:
         return Finished("failed")
+    done = rollout.sampled_tokens
     return Submission(
         prompt_token_ids=rollout.prompt_token_ids + rollout.response_token_ids,
         max_tokens=left,
         min_tokens=min(left, max(0, sampling.min_tokens - done)),
-        seed=None if sampling.seed is None else stream_seed(sampling.seed, rollout.id, done),
+        seed=None if sampling.seed is None else stream_seed(sampling.seed, rollout.id, len(rollout.response_token_ids)),
     )
 
 
@@ -138,14 +146,3 @@ def stream_seed(seed: int, rollout_id: str, done: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{rollout_id}/{done}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def cut(rollout: Rollout, length: int) -> Rollout:
-    """``rollout`` with the first ``length`` response tokens only, all columns together."""
-    return replace(
-        rollout,
-        response_token_ids=rollout.response_token_ids[:length],
-        logprobs=rollout.logprobs[:length],
-        versions=rollout.versions[:length],
-        loss_mask=rollout.loss_mask[:length],
-    )

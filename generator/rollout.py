@@ -9,7 +9,8 @@ together, by one constructor, so the four columns can never drift apart.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "failed"]
@@ -39,11 +40,12 @@ class Segment:
 class Rollout:
     """Prompt tokens plus response tokens, with a log-probability, a version and a loss-mask bit per response token.
 
+    Response tokens are *sampled*, or *observed*: written by an environment between two turns of the model.
     ``finish_reason`` is ``None`` while the rollout is unfinished. ``segments`` counts the submissions that contributed
-    at least one token; ``resumes`` counts the submissions after the first, including those that were aborted empty.
+    at least one token; ``resumes`` those after the first of a turn, including those that were aborted empty.
 
-    Raises :class:`RolloutError` when the columns differ in length, a log-probability is not finite or is positive, or
-    versions decrease along the response.
+    Raises :class:`RolloutError` when the columns differ in length, a log-probability is not finite or is positive,
+    versions decrease along the response, or observations overlap, come first, or are seen by the loss.
     """
 
     id: str
@@ -55,6 +57,9 @@ class Rollout:
     finish_reason: FinishReason | None = None
     segments: int = 0
     resumes: int = 0
+    observations: tuple[tuple[int, int], ...] = ()
+    """The response positions ``[start, end)`` of observed tokens, in order. The loss mask cannot tell which these are:
+    it is also cleared for sampled tokens that are too old."""
 
     def __post_init__(self) -> None:
         columns = {
@@ -75,6 +80,22 @@ class Rollout:
             raise RolloutError(f"rollout {self.id}: policy versions decrease along the response: {self.versions}")
         if self.finish_reason not in (None, "stop", "length", "failed"):
             raise RolloutError(f"rollout {self.id}: {self.finish_reason!r} is not a final finish reason")
+        self._check_observations()
+
+    def _check_observations(self) -> None:
+        previous = 0
+        for start, end in self.observations:
+            # A sampled token lies between two observations, and before the first one.
+            if not previous < start < end <= len(self.response_token_ids):
+                raise RolloutError(
+                    f"rollout {self.id}: the observations {self.observations} are not separate ranges, in order, "
+                    f"behind a sampled token and within the {len(self.response_token_ids)} response tokens"
+                )
+            if any(self.loss_mask[start:end]):
+                raise RolloutError(
+                    f"rollout {self.id}: the loss sees observed tokens at response positions {start}-{end}"
+                )
+            previous = end
 
     @property
     def oldest_version(self) -> int | None:
@@ -90,6 +111,61 @@ class Rollout:
     def version_count(self) -> int:
         """How many policy versions sampled this rollout."""
         return len(set(self.versions))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many response tokens a policy sampled: all but the observed ones."""
+        return self.sampled_before(len(self.response_token_ids))
+
+    def sampled_before(self, position: int) -> int:
+        """How many of the first ``position`` response tokens a policy sampled."""
+        return position - sum(min(end, position) - min(start, position) for start, end in self.observations)
+
+    @property
+    def ends_with_observation(self) -> bool:
+        """Whether the newest token is an observed one."""
+        return bool(self.observations) and self.observations[-1][1] == len(self.response_token_ids)
+
+    def first(self, count: int) -> Rollout:
+        """The unfinished rollout of the first ``count`` response tokens."""
+        return replace(
+            self,
+            response_token_ids=self.response_token_ids[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            loss_mask=self.loss_mask[:count],
+            observations=tuple((start, min(end, count)) for start, end in self.observations if start < count),
+            finish_reason=None,
+        )
+
+    def observed(self, token_ids: Sequence[int]) -> Rollout:
+        """This rollout with ``token_ids`` appended that no policy sampled, unfinished again.
+
+        The loss does not see them; their log-probability is 0 and their version that of the token before them. Raises
+        :class:`RolloutError` for a rollout without any sampled token, whose beginning belongs into the prompt, and for
+        one that has failed.
+        """
+        if not token_ids:
+            return replace(self, finish_reason=None)
+        if not self.versions:
+            raise RolloutError(
+                f"rollout {self.id}: an observation before the first sampled token belongs to the prompt"
+            )
+        if self.finish_reason == "failed":
+            raise RolloutError(f"rollout {self.id} has failed and cannot go on")
+        start, count = len(self.response_token_ids), len(token_ids)
+        earlier = self.observations
+        if self.ends_with_observation:
+            start, earlier = earlier[-1][0], earlier[:-1]
+        return replace(
+            self,
+            response_token_ids=self.response_token_ids + tuple(token_ids),
+            logprobs=self.logprobs + (0.0,) * count,
+            versions=self.versions + (self.versions[-1],) * count,
+            loss_mask=self.loss_mask + (False,) * count,
+            observations=(*earlier, (start, len(self.response_token_ids) + count)),
+            finish_reason=None,
+        )
 
     def extended(self, segment: Segment, finish_reason: FinishReason | None = None) -> Rollout:
         """This rollout with ``segment`` appended, all columns together.
@@ -136,6 +212,8 @@ class ScoredRollout:
     text: str
     reward: float | None
     reward_parts: dict[str, float | None]
+    log: dict[str, object] = field(default_factory=dict)
+    """What an environment wants to be kept of the episode; plain values."""
 
 
 @dataclass(frozen=True, slots=True)

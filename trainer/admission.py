@@ -95,7 +95,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """What :func:`expire` left of a group, and how many tokens were too old to be learned from."""
+    """What :func:`expire` left of a group, and how many sampled tokens were too old to be learned from."""
 
     group: Group | None
     tokens: int
@@ -113,13 +113,13 @@ def expire(group: Group, version: int, max_versions: int, on_expired: str) -> Ex
     if not any(old):
         return Expired(group, 0)
     if on_expired == "drop_group":
-        return Expired(None, sum(len(scored.rollout.response_token_ids) for scored in group.rollouts))
+        return Expired(None, sum(scored.rollout.sampled_tokens for scored in group.rollouts))
     rollouts: list[ScoredRollout] = []
     tokens = 0
     for scored, count in zip(group.rollouts, old, strict=True):
         length = len(scored.rollout.response_token_ids)
         masked = length if count and on_expired == "drop_rollout" else count
-        tokens += masked
+        tokens += scored.rollout.sampled_before(masked)
         mask = (False,) * masked + scored.rollout.loss_mask[masked:]
         # A dropped rollout keeps its reward: it is still a sample of its group's mean.
         rollouts.append(replace(scored, rollout=replace(scored.rollout, loss_mask=mask)))
@@ -129,5 +129,5 @@ def expire(group: Group, version: int, max_versions: int, on_expired: str) -> Ex
 
 
 def _old_tokens(rollout: Rollout, oldest_allowed: int) -> int:
-    """How many leading tokens are older than allowed: versions never decrease along a rollout."""
+    """How many leading response tokens are older than allowed: versions never decrease along a rollout."""
     return sum(version < oldest_allowed for version in rollout.versions)

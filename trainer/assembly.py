@@ -12,6 +12,8 @@ from generator.actor import RayEngine
 from generator.pool import EnginePool
 from trainer.admission import Admission
 from trainer.config import Config
+from trainer.conversation import TextCodec
+from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn
 from trainer.inputs import Inputs
 from trainer.placement import (
     check_resources,
@@ -104,6 +106,24 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
     )
 
 
+def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool) -> EpisodeSource:
+    codec = TextCodec(inputs.tokenizer)
+    drop_group = config.engine.on_failed == "drop_group"
+    if inputs.environment is None:
+        scorer = RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers)
+        return SingleTurn(engines, scorer, codec.decode, watch.trace, drop_group)
+    _ = codec.texts  # read now, while nothing runs that it would hold up
+    return MultiTurn(
+        inputs.environment,
+        engines,
+        engine_settings(config, inputs.model, inputs.prompts.longest_prompt).sampling,
+        codec,
+        watch.trace,
+        timeout=config.rewarding.timeout,
+        drop_group=drop_group,
+    )
+
+
 def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, learner: LearnerGroup) -> Parts:
     from trainer.loop import Parts
 
@@ -111,8 +131,7 @@ def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, le
         config=config,
         prompts=inputs.prompts,
         engines=engines,
-        rewards=RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers),
-        decode=lambda ids: inputs.tokenizer.decode(ids, skip_special_tokens=True),
+        episodes=_episodes(config, inputs, watch, engines),
         learner=learner,
         pusher=Pusher(
             learner,

@@ -23,9 +23,9 @@ class Batch:
 
     @property
     def unscored_tokens(self) -> int:
-        """Response tokens of the rollouts without a reward."""
+        """Sampled tokens of the rollouts without a reward."""
         scored = (rollout for group in self.groups for rollout in group.rollouts)
-        return sum(len(s.rollout.response_token_ids) for s in scored if s.reward is None)
+        return sum(s.rollout.sampled_tokens for s in scored if s.reward is None)
 
 
 def make_batch(groups: Sequence[Group], advantage: str) -> Batch:

@@ -36,7 +36,7 @@ class BatchConfig:
 @dataclass
 class SamplingConfig:
     group_size: int = 8  # rollouts of a prompt
-    max_tokens: int = 256  # response budget, cumulative over all resumes
+    max_tokens: int = 256  # tokens sampled in a response, cumulative over all turns and resumes
     min_tokens: int = 0  # no end-of-sequence before this many response tokens
     temperature: float = 1.0  # of sampling; the learner divides its logits by it too
     top_p: float = 1.0  # must stay 1.0 in training: the learner compares full distributions
@@ -99,7 +99,7 @@ class EngineConfig:
     count: int = 1  # engines
     tensor_parallel: int = 1  # workers that share the model of an engine
     max_running: int = 64  # sequences an engine runs at a time
-    max_model_len: int = 0  # context length; 0: longest prompt plus sampling.max_tokens
+    max_model_len: int = 0  # context length, observations counted; 0: longest prompt plus sampling.max_tokens
     enforce_eager: bool = False  # no compilation and no CUDA graphs: a quicker start, slower steps
     gpu_memory_utilization: float = 0.85  # share of a GPU's memory that an engine takes
     kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: 512
@@ -125,7 +125,7 @@ class WeightSyncConfig:
 
 @dataclass
 class RewardConfig:
-    timeout: float = 60.0  # seconds a reward call may take; past it the rollouts are excluded and counted
+    timeout: float = 60.0  # seconds a reward call, or an environment between two turns, may take; then: not scored
     workers: int = 4  # threads that run plain reward functions
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from generator.task import Task, TaskContext, TaskData
+from generator.task import Environment, Task, TaskContext, TaskData
+from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream, build_prompts
-from trainer.dotted import resolve_dotted
+from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
 from trainer.placement import device_kind, prompt_limit
 from trainer.rewards import RewardPart, resolve_rewards
@@ -23,6 +25,8 @@ class Inputs:
     tokenizer: Any
     prompts: PromptStream
     rewards: tuple[RewardPart, ...]
+    environment: Environment | None = None
+    """What the model acts in, instead of being scored by ``rewards``."""
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -30,7 +34,13 @@ def load_inputs(config: Config) -> Inputs:
     task: Task = resolve_dotted(config.task, "task")()
     context = TaskContext(config.data.path, config.data.options, hub_reachable, config.seed)
     data = task.load(context)
-    rewards = resolve_rewards(config.reward, task.rewards())
+    environment = find_environment(task)
+    if environment is not None and config.reward is not None:
+        raise ConfigError(
+            f"`reward={config.reward}`: the task {config.task} is an environment and scores its episodes itself; leave "
+            "`reward` unset"
+        )
+    rewards = () if environment else resolve_rewards(config.reward, task.rewards())
     model = resolve_model(
         config.model.path,
         hub_id=config.model.hub_id,
@@ -41,4 +51,18 @@ def load_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model.path)
     prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
     stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
-    return Inputs(data, model, tokenizer, stream, rewards)
+    return Inputs(data, model, tokenizer, stream, rewards, environment)
+
+
+def find_environment(task: Task) -> Environment | None:
+    """The task's environment, or ``None`` for a task with reward functions.
+
+    Raises :class:`DottedPathError` for something without a coroutine method ``run``.
+    """
+    make = getattr(task, "environment", None)
+    environment: Environment | None = make() if make is not None else None
+    if environment is not None and not inspect.iscoroutinefunction(getattr(environment, "run", None)):
+        raise DottedPathError(
+            f"task: the environment {type(environment).__name__} has no `async def run(self, task, sampler)`"
+        )
+    return environment

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from generator.rollout import Group, Prompt, Rollout, ScoredRollout
+from generator.rollout import Group, Prompt, Rollout
 from trainer.admission import Admission, expire
 from trainer.batch import Batch, make_batch
 from trainer.config import Config
 from trainer.data import PromptStream
+from trainer.episodes import EpisodeSource
 from trainer.state import save_checkpoint
 from trainer.watch.metrics import push_record
 from weight_sync.push import Pusher
@@ -33,7 +34,6 @@ from weight_sync.push import Pusher
 if TYPE_CHECKING:
     from generator.pool import EnginePool
     from trainer.learner_group import LearnerGroup
-    from trainer.rewards import RewardScorer
     from trainer.watch import Watch
 
 UNSCORED_BATCHES = 3
@@ -41,7 +41,7 @@ UNSCORED_BATCHES = 3
 
 
 class RewardError(RuntimeError):
-    """The reward functions do not score what is sampled."""
+    """The reward functions, or the environment, do not score what is sampled."""
 
 
 @dataclass
@@ -51,9 +51,8 @@ class Parts:
     config: Config
     prompts: PromptStream
     engines: EnginePool
-    rewards: RewardScorer
-    decode: Callable[[tuple[int, ...]], str]
-    """Response token ids to text, special tokens left out."""
+    episodes: EpisodeSource
+    """Where scored rollouts come from: one turn and reward functions, or an environment."""
     learner: LearnerGroup
     pusher: Pusher
     admission: Admission
@@ -111,10 +110,7 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
         Rollout(id=f"{number}-{member}", prompt_token_ids=prompt.token_ids)
         for member in range(parts.config.sampling.group_size)
     ]
-    with parts.watch.trace.span("engine", f"prompt {prompt.id}", version=version):
-        finished = await parts.engines.generate(rollouts)
-    with parts.watch.trace.span("reward", f"prompt {prompt.id}"):
-        group = Group(prompt, await score(parts, prompt, finished), version)
+    group = Group(prompt, await parts.episodes.sample(prompt, rollouts, version), version)
     parts.watch.finished(group)
     if all(rollout.reward is None for rollout in group.rollouts):
         unscored(parts, group)
@@ -125,27 +121,17 @@ async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
     parts.place_freed.set()
 
 
-async def score(parts: Parts, prompt: Prompt, rollouts: list[Rollout]) -> tuple[ScoredRollout, ...]:
-    """Reward every rollout that came to its end. One that failed has no reward, or costs its whole group theirs."""
-    ended = [rollout for rollout in rollouts if rollout.finish_reason != "failed"]
-    if len(ended) < len(rollouts) and parts.config.engine.on_failed == "drop_group":
-        ended = []
-    texts = [parts.decode(rollout.response_token_ids) for rollout in ended]
-    scored = {item.rollout.id: item for item in await parts.rewards.score(prompt, ended, texts)} if ended else {}
-    return tuple(scored.get(rollout.id, ScoredRollout(rollout, "", None, {})) for rollout in rollouts)
-
-
 def unscored(parts: Parts, group: Group) -> None:
     """No rollout of the group got a reward: it is lost and counted. Raises when that goes on and on."""
-    parts.watch.count("tokens/lost", sum(len(scored.rollout.response_token_ids) for scored in group.rollouts))
+    parts.watch.count("tokens/lost", sum(scored.rollout.sampled_tokens for scored in group.rollouts))
     parts.prompts.done(group.prompt)
     parts.admission.failed("unscored")
     parts.unscored_in_a_row += 1
     if parts.unscored_in_a_row >= UNSCORED_BATCHES * parts.config.batch.prompts:
-        counts = {name: count for name, count in parts.rewards.take_counts().items() if count}
+        counts = {name: count for name, count in parts.episodes.take_counts().items() if count}
         raise RewardError(
             f"the last {parts.unscored_in_a_row} prompt groups got no reward at all ({counts}); the warnings above say "
-            "what the reward functions raised or returned"
+            "what the reward functions or the environment raised or returned"
         )
 
 
@@ -183,7 +169,7 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
     assert parts.unreported is not None
     batch, parts.unreported = parts.unreported, None
     parts.watch.count("tokens/lost", batch.unscored_tokens)
-    counts = parts.rewards.take_counts()
+    counts = parts.episodes.take_counts()
     del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
     version = parts.steps_done - 1
     parts.watch.step(

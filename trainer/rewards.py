@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from generator.rollout import Prompt, Rollout, ScoredRollout
 from trainer.dotted import DottedPathError, resolve_dotted
+from trainer.threads import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -154,29 +154,16 @@ class RewardScorer:
         return result
 
     async def _in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def deliver(result: Any, error: BaseException | None) -> None:
-            if done.done():  # the deadline has passed
-                return
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(_failure(error))
-
-        def run() -> None:
-            result, raised = None, None
+        def guarded() -> tuple[Any, BaseException | None]:
             try:
-                result = function(**arguments)
+                return function(**arguments), None
             except BaseException as error:  # whatever a foreign function raises, SystemExit included, is its failure
-                raised = error
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(deliver, result, raised)
+                return None, error
 
-        # A daemon thread a call: an executor would wait for a hung function when the process ends.
-        threading.Thread(target=run, name="reward", daemon=True).start()
-        return await self._awaited(done, self._timeout)
+        result, error = await self._awaited(in_daemon_thread(guarded, "reward"), self._timeout)
+        if error is not None:
+            raise _failure(error)
+        return result
 
     async def _awaited(self, awaitable: Any, seconds: float) -> Any:
         """The result of ``awaitable`` within ``seconds``. A task that ignores cancellation is not waited for."""
@@ -205,7 +192,7 @@ class RewardScorer:
             raise _PartError("wrong_length", f"returned {len(values)} values for {count} completions")
         checked: list[float | None] = []
         for value in values:
-            number = _number(value)
+            number = finite_number(value)
             if number is None:
                 cause = "declined" if value is None else "invalid"
                 self._counts[cause] += 1
@@ -234,7 +221,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """``value`` as a finite float, or ``None`` when it is none."""
     if value is None or isinstance(value, str | bytes):
         return None

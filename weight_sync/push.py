@@ -189,7 +189,7 @@ class Pusher:
 
     async def _run(self, version: int) -> PushReport:
         self._seconds = {}
-        if self.engines.members_changed:
+        if self.engines.members_changed:  # before prepare: it is the connection that makes the learner's sender
             await self._within(Step.CONNECT, self.connect)
         manifest = await self._within(Step.PREPARE, self.learner.prepare)
         paused_at = self.clock()

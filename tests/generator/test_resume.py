@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generator.resume import Finished, Sampling, Submission, cut, next_submission, stream_seed
+from generator.resume import Finished, Sampling, Submission, next_submission, stream_seed
 from generator.rollout import Rollout, Segment
 from generator.stops import StopMatcher
 
@@ -77,6 +77,29 @@ def test_budgets_that_contradict_each_other_are_refused(changes):
         sampling(**changes)
 
 
+def test_an_observation_that_ends_with_a_stop_token_is_no_natural_stop():
+    decision = next_submission(sampling(), rollout(20).observed([30, STOP]))
+    assert decision == Submission((10, 11, 20, 30, STOP), max_tokens=5, min_tokens=0)
+
+
+def test_observed_tokens_count_against_the_context_and_not_against_the_budgets():
+    observed = rollout(20).observed([30, 31, 32])
+    assert next_submission(sampling(min_tokens=3), observed).max_tokens == 5
+    assert next_submission(sampling(min_tokens=3), observed).min_tokens == 2
+    assert next_submission(sampling(max_model_len=8), observed).max_tokens == 2
+
+
+def test_an_observation_that_leaves_no_room_ends_the_rollout_with_length():
+    assert next_submission(sampling(max_model_len=6), rollout(20).observed([30, 31, 32])) == Finished("length")
+
+
+def test_the_stop_token_of_an_earlier_turn_does_not_end_this_one():
+    earlier = rollout(20, STOP)
+    assert next_submission(sampling(turn_start=2), earlier) == Submission((10, 11, 20, STOP), 4, 0)
+    later = earlier.extended(Segment((21, STOP), (-1.0, -1.0), 0))
+    assert next_submission(sampling(turn_start=2), later) == Finished("stop")
+
+
 def test_a_rollout_whose_last_token_completes_a_stop_string_is_a_natural_stop_even_with_the_last_of_the_budget():
     assert next_submission(sampling(), rollout(20, 21), stopped=True) == Finished("stop")
     assert next_submission(sampling(max_tokens=2), rollout(20, 21), stopped=True) == Finished("stop")
@@ -101,11 +124,6 @@ def test_a_seed_names_the_same_stream_in_every_process():
     """Another value would silently change every recorded run; Python's own hash changes with each process."""
     assert stream_seed(1, "0-3", 17) == 2853062159404424425
     assert 0 <= stream_seed(-5, "x", 0) < 2**63
-
-
-def test_cutting_a_rollout_cuts_every_column():
-    whole = Rollout("r", (1,), (5, 6, 7), (-0.1, -0.2, -0.3), (0, 0, 1), (True, False, True))
-    assert cut(whole, 2) == Rollout("r", (1,), (5, 6), (-0.1, -0.2), (0, 0), (True, False))
 
 
 @given(st.sets(st.tuples(st.integers(), st.text(max_size=4), st.integers(0, 10_000)), min_size=2, max_size=20))

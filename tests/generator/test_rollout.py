@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -124,3 +125,69 @@ def test_segments_are_accepted_exactly_as_long_as_versions_do_not_decrease(versi
         else:
             result = result.extended(segment)
     assert list(result.versions) == sorted(result.versions)
+
+
+def test_an_observation_extends_every_column_and_the_loss_does_not_see_it():
+    observed = rollout(finish_reason="stop").observed([7, 8])
+    assert observed.response_token_ids == (5, 6, 7, 8)
+    assert observed.logprobs == (-0.5, -0.25, 0.0, 0.0)
+    assert observed.versions == (1, 2, 2, 2)
+    assert observed.loss_mask == (True, True, False, False)
+    assert observed.finish_reason is None
+    assert observed.observations == ((2, 4),)
+    assert observed.ends_with_observation
+
+
+def test_sampled_tokens_stay_known_when_the_loss_mask_is_cleared():
+    grown = rollout().observed([7, 8]).extended(Segment((9,), (-1.0,), version=2), "stop")
+    masked = replace(grown, loss_mask=(False,) * 5)
+    assert masked.sampled_tokens == 3
+    assert [masked.sampled_before(position) for position in range(6)] == [0, 1, 2, 2, 2, 3]
+
+
+def test_two_observations_in_a_row_are_one():
+    assert rollout().observed([7]).observed([8, 9]).observations == ((2, 5),)
+
+
+def test_an_empty_observation_only_lets_the_rollout_go_on():
+    assert rollout(finish_reason="length").observed(()) == rollout()
+
+
+def test_an_observation_before_the_first_sampled_token_is_refused():
+    with pytest.raises(RolloutError, match="belongs to the prompt"):
+        Rollout(id="r", prompt_token_ids=(1,)).observed([7])
+
+
+def test_a_failed_rollout_observes_nothing():
+    with pytest.raises(RolloutError, match="failed"):
+        rollout(finish_reason="failed").observed([7])
+
+
+@pytest.mark.parametrize("spans", [((0, 1),), ((1, 1),), ((1, 3),), ((1, 2), (1, 2))])
+def test_observations_that_are_no_separate_ranges_behind_a_sampled_token_are_refused(spans):
+    with pytest.raises(RolloutError, match="separate ranges"):
+        rollout(loss_mask=(False, False), observations=spans)
+
+
+def test_an_observation_that_the_loss_would_see_is_refused():
+    with pytest.raises(RolloutError, match="the loss sees observed tokens"):
+        rollout(observations=((1, 2),))
+
+
+PIECES = st.lists(st.tuples(st.booleans(), st.lists(st.integers(3, 9), max_size=3)), max_size=8)
+
+
+@given(PIECES, st.integers(0, 30))
+def test_the_first_tokens_of_a_rollout_are_those_of_the_rollout_that_was_cut(pieces, count):
+    grown = Rollout(id="r", prompt_token_ids=(1,)).extended(Segment((5,), (-1.0,), 0))
+    sampled = 1
+    for version, (observes, tokens) in enumerate(pieces):
+        if observes:
+            grown = grown.observed(tokens)
+        else:
+            grown = grown.extended(Segment(tuple(tokens), (-1.0,) * len(tokens), version))
+            sampled += len(tokens)
+    assert grown.sampled_tokens == sampled
+    cut = grown.first(count)
+    assert cut.response_token_ids == grown.response_token_ids[:count]
+    assert cut.sampled_tokens == grown.sampled_before(min(count, len(grown.response_token_ids)))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -176,3 +178,20 @@ def test_a_group_without_a_token_to_learn_from_is_dropped():
 def test_a_bound_of_zero_is_a_bound():
     kept = expire(group((5, 6), (6,)), version=6, max_versions=0, on_expired="mask_tokens")
     assert masks(kept.group) == [(False, True), (True,)]
+
+
+@pytest.mark.parametrize(("on_expired", "tokens", "mask"), [
+    ("mask_tokens", 2, (False, False, False, True)),
+    ("drop_rollout", 3, (False, False, False, False)),
+])  # fmt: skip
+def test_observed_tokens_are_not_counted_as_expired(on_expired, tokens, mask):
+    """Sampled by 3, observed, sampled by 3, sampled by 5: the observation is as old as the tokens around it."""
+    observed = replace(
+        group((3, 3, 3, 5)).rollouts[0].rollout, loss_mask=(True, False, True, True), observations=((1, 2),)
+    )
+    mixed = group((3,), (5, 5))
+    mixed = replace(mixed, rollouts=(replace(mixed.rollouts[0], rollout=observed), mixed.rollouts[1]))
+    kept = expire(mixed, version=6, max_versions=1, on_expired=on_expired)
+    assert kept.tokens == tokens
+    assert masks(kept.group)[0] == mask
+    assert expire(mixed, version=6, max_versions=1, on_expired="drop_group").tokens == 3 + 2

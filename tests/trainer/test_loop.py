@@ -14,6 +14,7 @@ from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
+from trainer.episodes import SingleTurn
 from trainer.loop import Parts, RewardError, train
 from weight_sync.push import PushReport
 
@@ -130,16 +131,17 @@ def parts(
         staleness=StalenessConfig(max_versions=bound, on_expired=changes.pop("on_expired", "mask_tokens")),
     )
     engines = changes.pop("engines", Engines())
+    rewards, watch = changes.pop("rewards", Rewards()), Watch()
+    drop_group = changes.pop("drop_group", False)
     values: dict[str, Any] = {
         "config": config,
         "prompts": PromptStream([Prompt(number, (1, 2), "", {}) for number in range(rows)], seed=0),
         "engines": engines,
-        "rewards": Rewards(),
-        "decode": lambda ids: "text",
+        "episodes": SingleTurn(engines, rewards, lambda ids: "text", watch, drop_group),
         "learner": Learner(bound),
         "pusher": Pusher(engines),
         "admission": Admission(batch, bound, running, total_groups=steps * batch),
-        "watch": Watch(),
+        "watch": watch,
     }
     return Parts(**{**values, **changes})
 
@@ -254,8 +256,7 @@ async def test_a_failed_rollout_is_left_out_and_its_group_carries_on():
 
 
 async def test_a_failed_rollout_costs_its_group_where_that_is_asked_for():
-    run = parts(engines=Stalling(), steps=3)
-    run.config.engine.on_failed = "drop_group"
+    run = parts(engines=Stalling(), steps=3, drop_group=True)
     with pytest.raises(ExceptionGroup) as failure:
         await finish(run)
     assert failure.group_contains(RewardError)

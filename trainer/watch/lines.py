@@ -65,7 +65,7 @@ def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], r
                 item, advantage = pairs[place]
                 rollout = item.rollout
                 chosen.append([group.prompt.text, item.text, item.reward, advantage, rollout.version_count,
-                               len(rollout.response_token_ids), rollout.finish_reason])  # fmt: skip
+                               rollout.sampled_tokens, rollout.finish_reason])  # fmt: skip
     return chosen
 
 

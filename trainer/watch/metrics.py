@@ -125,10 +125,11 @@ def reward_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def completion_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """``completions/*``: lengths in tokens, how they ended, and across how many policy versions and resumes."""
+    """``completions/*``: lengths in sampled tokens, how they ended, and across how many policy versions and resumes."""
     if not rollouts:
         return {}
-    lengths = [len(item.rollout.response_token_ids) for item in rollouts]
+    lengths = [item.rollout.sampled_tokens for item in rollouts]
+    observed = [len(item.rollout.response_token_ids) - item.rollout.sampled_tokens for item in rollouts]
     versions = [item.rollout.version_count for item in rollouts]
     ends = Counter(item.rollout.finish_reason for item in rollouts)
     count = len(rollouts)
@@ -142,7 +143,7 @@ def completion_metrics(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         "completions/versions_max": float(max(versions)),
         "completions/multi_version_fraction": sum(n > 1 for n in versions) / count,
         "completions/resumed_fraction": sum(item.rollout.resumes > 0 for item in rollouts) / count,
-    }
+    } | ({"completions/observed_mean": float(np.mean(observed))} if any(observed) else {})
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -166,12 +167,12 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, fl
 
     A rollout's staleness is that of its oldest trained token. It splits into the versions that passed while it was
     being sampled (*in flight*: newest minus oldest token) and those that passed afterwards (*queue*: learner minus
-    newest token). Masked tokens, such as expired ones, only enter ``staleness/masked_fraction``.
+    newest token). Sampled tokens that are masked, such as expired ones, only enter ``staleness/masked_fraction``.
     """
     token_sum = token_count = all_tokens = 0
     total, in_flight, queue = [], [], []
     for rollout in rollouts:
-        all_tokens += len(rollout.versions)
+        all_tokens += rollout.sampled_tokens
         versions = np.asarray(rollout.versions, dtype=np.int64)[np.asarray(rollout.loss_mask, dtype=bool)]
         if not versions.size:
             continue
@@ -244,7 +245,7 @@ class RunningTotals:
             self.counts["rollouts/finished"] += 1
             self.counts["rollouts/resumed"] += rollout.resumes > 0
             self.counts["rollouts/failed"] += rollout.finish_reason == "failed"
-            self.counts["tokens/generated"] += len(rollout.response_token_ids)
+            self.counts["tokens/generated"] += rollout.sampled_tokens
 
     def add_step(self, groups: Iterable[Group], reward_mean: float | None) -> None:
         """Count a step's tokens: those the loss sees as trained, those it masks as expired."""
@@ -253,7 +254,7 @@ class RunningTotals:
                 trained = trained_tokens(item.rollout)
                 self.counts["tokens/trained"] += trained
                 if item.reward is not None:  # tokens without a reward are lost, and counted by whoever found that out
-                    self.counts["tokens/expired"] += len(item.rollout.loss_mask) - trained
+                    self.counts["tokens/expired"] += item.rollout.sampled_tokens - trained
         if reward_mean is not None:
             if len(self.first_rewards) < REWARD_WINDOW:
                 self.first_rewards.append(reward_mean)

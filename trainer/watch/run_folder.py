@@ -116,12 +116,14 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[Sequen
                 "logprobs": rollout.logprobs,
                 "versions": rollout.versions,
                 "loss_mask": rollout.loss_mask,
+                "observations": rollout.observations,
                 "reward": finite(item.reward),
                 "reward_parts": finite(item.reward_parts),
                 "advantage": finite(float(advantage)),
                 "finish_reason": rollout.finish_reason,
                 "prompt": group.prompt.text,
                 "text": item.text,
+                "log": finite(item.log),
             }
 
 

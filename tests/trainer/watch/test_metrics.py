@@ -138,3 +138,17 @@ def test_a_run_that_did_nothing_has_no_means():
 def test_a_total_that_does_not_exist_is_refused():
     with pytest.raises(KeyError, match="tokens/lsot"):
         RunningTotals().add("tokens/lsot", 1)
+
+
+def test_observed_tokens_are_in_no_count_of_sampled_or_expired_tokens(scored, group):
+    item = scored(1.0, segments=((0, 4),))
+    seen = replace(item, rollout=replace(item.rollout, finish_reason=None).observed([7, 8]))
+    metrics = step_metrics([group(seen)], version=0, seconds=2.0, generated_tokens=4)
+    assert metrics["completions/length_mean"] == 4
+    assert metrics["completions/observed_mean"] == 2
+    assert metrics["staleness/masked_fraction"] == 0
+    assert metrics["throughput/trained_tokens_per_second"] == 2
+    totals = RunningTotals()
+    totals.add_finished([seen.rollout])
+    totals.add_step([group(seen)], 1.0)
+    assert [totals.counts[f"tokens/{name}"] for name in ("generated", "trained", "expired")] == [4, 4, 0]
