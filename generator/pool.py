@@ -57,8 +57,8 @@ class EnginePool:
     async def set_count(self, count: int) -> None:
         """Have ``count`` engines from now on: start new ones, or drain those with the least load.
 
-        Returns when drained engines are gone and new ones wait for weights. A push that runs meanwhile may be made
-        again from its beginning.
+        Returns when drained engines are gone and new ones wait for weights. Raises :class:`EngineError` when a new one
+        does not start; those that are there go on. A push that runs meanwhile may be made again from its beginning.
         """
         await self._roster.set_count(count)
 

@@ -145,8 +145,8 @@ class Roster:
     async def set_count(self, count: int) -> None:
         """Have ``count`` engines from now on: start new ones, or drain those with the least load.
 
-        Returns when drained engines are gone and new ones wait for weights. A push that runs meanwhile may be made
-        again from its beginning.
+        Returns when drained engines are gone and new ones wait for weights. Raises :class:`EngineError` when a new one
+        does not start; those that are there go on. A push that runs meanwhile may be made again from its beginning.
         """
         if count < 1:
             raise ValueError(f"a pool needs at least one engine, not {count}")
