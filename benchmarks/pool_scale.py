@@ -2,12 +2,13 @@
 
     python -m benchmarks.pool_scale [--quick] [--repeat 5] [--json PATH]
 
-Simulated engines in virtual time, 64 of them, under the real engine pool, pusher, admission, batches and main loop;
-learner and rewards do nothing. Engines run in the driver's thread here, so every step of theirs is timed and taken
-off: what is left is the driver's share, the event loop included. Two measurements at each number in flight:
+64 simulated engines under the real engine pool, pusher, admission, batches and main loop; learner and rewards do
+nothing. The engines live in a process of their own, whose virtual time passes whenever it has nothing to do, so the CPU
+time of this process is the driver's, the messages to engines included: a pipe stands in for Ray. Two measurements at
+each number in flight:
 
-- the whole loop, from when the first generation of rollouts is done until ``--rollouts`` more are finished, a push
-  after every 512 of them;
+- the whole loop, from when as many rollouts are finished as are in flight, until ``--rollouts`` more are; there is a
+  push after every 512 of them;
 - pushes alone, with all rollouts in flight and none finishing, and the calls that a push makes to engines.
 """
 
@@ -18,18 +19,21 @@ import asyncio
 import contextlib
 import gc
 import json
+import multiprocessing
 import statistics
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.default_run import machine, table
-from generator import virtual_time
 from generator.pool import EnginePool, PoolSettings
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout
 from generator.simulated import SimulatedEngine, SimulatedSettings
+from generator.virtual_time import VirtualTimeLoop
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
@@ -40,82 +44,111 @@ from weight_sync.simulated import SimulatedSender
 ENGINES = 64
 GROUP_SIZE = 4
 BATCH_PROMPTS = 128
-MAX_TOKENS = 64
+SAMPLING = Sampling(max_tokens=64, stop_token_ids=frozenset(range(20)))
 PUSHES = 20
 
 
-class Meter:
-    """CPU seconds of this thread that were spent inside engines."""
+def host(pipe: Connection, settings: SimulatedSettings) -> None:
+    """The process of the engines: makes one for every name that is called, and answers calls until the pipe closes."""
+    engines: dict[str, SimulatedEngine] = {}
+    loop = VirtualTimeLoop(wait_for_others=True)
+    calls: set[asyncio.Task[None]] = set()
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    async def answer(number: int, name: str, method: str, arguments: tuple[Any, ...]) -> None:
+        engine = engines.setdefault(name, SimulatedEngine(name, settings))
+        pipe.send((number, await getattr(engine, method)(*arguments)))
 
-    @contextlib.contextmanager
-    def step(self) -> Generator[None]:
-        started = time.thread_time()
-        try:
-            yield
-        finally:
-            self.seconds += time.thread_time() - started
+    def receive() -> None:
+        while pipe.poll():
+            try:
+                message = pipe.recv()
+            except EOFError:
+                loop.stop()
+                return
+            task = loop.create_task(answer(*message))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
 
-    def driver(self) -> float:
-        """CPU seconds of this thread outside engines, up to now."""
-        return time.thread_time() - self.seconds
-
-
-class Metered:
-    """A coroutine of an engine, each step of it on the meter."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], meter: Meter) -> None:
-        self._coroutine = coroutine
-        self._meter = meter
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        try:
-            while True:
-                try:
-                    with self._meter.step():
-                        future = self._coroutine.send(None)
-                except StopIteration as stop:
-                    return stop.value
-                yield future
-        finally:
-            self._coroutine.close()
+    loop.add_reader(pipe.fileno(), receive)
+    loop.run_forever()
 
 
-class MeteredEngine(SimulatedEngine):
-    """A simulated engine whose work is on the meter."""
+class Link:
+    """An engine of the other process, as the pool sees it."""
 
-    def __init__(self, name: str, settings: SimulatedSettings, meter: Meter) -> None:
-        super().__init__(name, settings)
-        self._meter = meter
+    workers = 1
 
-    def _end_due(self) -> None:
-        with self._meter.step():
-            super()._end_due()
+    def __init__(self, name: str, hosted: Hosted) -> None:
+        self.name = name
+        self.handle = self
+        self._hosted = hosted
 
-    async def generate(self, *arguments: Any) -> Any:
-        return await Metered(super().generate(*arguments), self._meter)
+    def __getattr__(self, method: str) -> Any:
+        return lambda *arguments: self._hosted.call(self.name, method, *arguments)
 
-    async def pause(self, *arguments: Any) -> Any:
-        return await Metered(super().pause(*arguments), self._meter)
+    def kill(self) -> None:
+        """The process ends with all engines at once."""
 
-    async def load(self, *arguments: Any) -> Any:
-        return await Metered(super().load(*arguments), self._meter)
 
-    async def resume(self, *arguments: Any) -> Any:
-        return await Metered(super().resume(*arguments), self._meter)
+class Hosted:
+    """The driver's end of the pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.calls = 0
+        self._pipe = pipe
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        asyncio.get_running_loop().add_reader(pipe.fileno(), self._receive)
+
+    def call(self, name: str, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Send a call; the future of its answer."""
+        self.calls += 1
+        answer = self._open[self.calls] = asyncio.get_running_loop().create_future()
+        self._pipe.send((self.calls, name, method, arguments))
+        return answer
+
+    def _receive(self) -> None:
+        while self._pipe.poll():
+            number, result = self._pipe.recv()
+            answer = self._open.pop(number)
+            if not answer.done():
+                answer.set_result(result)
+
+
+@asynccontextmanager
+async def engines(in_flight: int, token_seconds: float) -> AsyncIterator[tuple[EnginePool, Pusher, Hosted]]:
+    """A started pool with room for ``in_flight`` rollouts."""
+    room = max(4, -(-in_flight // ENGINES))
+    settings = SimulatedSettings(SAMPLING, max_running=room, token_seconds=token_seconds)
+    context = multiprocessing.get_context("fork")  # a spawned one would import torch again, for seconds, each time
+    ours, theirs = context.Pipe()
+    process = context.Process(target=host, args=(theirs, settings), daemon=True)
+    process.start()
+    theirs.close()
+    hosted = Hosted(ours)
+    pool = EnginePool(lambda number: Link(f"engine {number}", hosted), PoolSettings(ENGINES, room))
+    sender = SimulatedSender()
+
+    async def connect() -> None:
+        sender.connect([link.handle for link in await pool.take_members()])
+
+    try:
+        await pool.start()
+        yield pool, Pusher(sender, pool, timeout=60.0, connect=connect), hosted
+    finally:
+        asyncio.get_running_loop().remove_reader(ours.fileno())
+        process.kill()
+        process.join()
+        ours.close()
 
 
 class Nothing:
-    """Learner, rewards and watch of a run that only samples. Ends the run after so many rollouts."""
+    """Learner, rewards and watch of a run that only samples: notes the CPU time when so many rollouts are finished."""
 
-    def __init__(self, meter: Meter, warm_up: int, rollouts: int) -> None:
-        self._meter = meter
+    def __init__(self, warm_up: int, rollouts: int) -> None:
         self._marks = [warm_up, warm_up + rollouts]
         self._finished = 0
         self.seconds: list[float] = []
-        """The driver's clock at the marks."""
+        """The driver's CPU time at the marks."""
         self.done = asyncio.Event()
 
     async def train(self, rollouts: Any, version: int) -> dict[str, float]:
@@ -128,7 +161,7 @@ class Nothing:
         self._finished += len(group.rollouts)
         while self._marks and self._finished >= self._marks[0]:
             self._marks.pop(0)
-            self.seconds.append(self._meter.driver())
+            self.seconds.append(time.process_time())
         if not self._marks:
             self.done.set()
 
@@ -152,33 +185,9 @@ class Nothing:
         pass
 
 
-def make_pool(meter: Meter, in_flight: int, token_seconds: float) -> tuple[EnginePool, Pusher, list[MeteredEngine]]:
-    """A pool with room for ``in_flight`` rollouts, its pusher, and the list in which its engines will be."""
-    settings = SimulatedSettings(
-        Sampling(max_tokens=MAX_TOKENS, stop_token_ids=frozenset(range(20))),
-        max_running=max(4, -(-in_flight // ENGINES)),
-        token_seconds=token_seconds,
-    )
-    engines: list[MeteredEngine] = []
-
-    def make(number: int) -> MeteredEngine:
-        engines.append(MeteredEngine(f"engine {number}", settings, meter))
-        return engines[-1]
-
-    pool = EnginePool(make, PoolSettings(count=ENGINES, max_running=settings.max_running))
-    sender = SimulatedSender()
-
-    async def connect() -> None:
-        sender.connect([link.handle for link in await pool.take_members()])
-
-    return pool, Pusher(sender, pool, timeout=60.0, connect=connect), engines
-
-
 async def measure_loop(in_flight: int, rollouts: int) -> float:
     """CPU seconds of the driver per finished rollout, with ``in_flight`` of them at a time."""
-    meter = Meter()
-    pool, pusher, _ = make_pool(meter, in_flight, token_seconds=0.02)
-    nothing: Any = Nothing(meter, in_flight, rollouts)
+    nothing: Any = Nothing(in_flight, rollouts)
     groups = in_flight // GROUP_SIZE
     versions = groups // BATCH_PROMPTS + 2
     config = Config(
@@ -189,51 +198,48 @@ async def measure_loop(in_flight: int, rollouts: int) -> float:
         sampling=SamplingConfig(group_size=GROUP_SIZE),
         staleness=StalenessConfig(max_versions=versions),
     )
-    parts = Parts(
-        config=config,
-        prompts=PromptStream([Prompt(number, (1, 2, 3), "", {}) for number in range(10_000)], seed=0),
-        engines=pool,
-        rewards=nothing,
-        decode=lambda ids: "",
-        learner=nothing,
-        pusher=pusher,
-        admission=Admission(BATCH_PROMPTS, versions, groups),
-        watch=nothing,
-    )
-    await pool.start()
-    running = asyncio.create_task(train(parts))
-    done = asyncio.create_task(nothing.done.wait())
-    await asyncio.wait([running, done], return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await pool.shutdown()
+    async with engines(in_flight, token_seconds=0.02) as (pool, pusher, _):
+        parts = Parts(
+            config=config,
+            prompts=PromptStream([Prompt(number, (1, 2, 3), "", {}) for number in range(10_000)], seed=0),
+            engines=pool,
+            rewards=nothing,
+            decode=lambda ids: "",
+            learner=nothing,
+            pusher=pusher,
+            admission=Admission(BATCH_PROMPTS, versions, groups),
+            watch=nothing,
+        )
+        running = asyncio.create_task(train(parts))
+        done = asyncio.create_task(nothing.done.wait())
+        await asyncio.wait([running, done], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     begun, ended = nothing.seconds
-    return (ended - begun) / rollouts
+    return float(ended - begun) / rollouts
 
 
 async def measure_push(in_flight: int) -> tuple[float, float]:
     """CPU seconds of the driver per push, and calls to engines per push, with ``in_flight`` rollouts unfinished."""
-    meter = Meter()
-    pool, pusher, engines = make_pool(meter, in_flight, token_seconds=1e6)
-    await pool.start()
-    await pusher.push(0)
-    groups = [[Rollout(f"{g}-{r}", (1, 2, 3)) for r in range(GROUP_SIZE)] for g in range(in_flight // GROUP_SIZE)]
-    tasks = [asyncio.create_task(pool.generate(group)) for group in groups]
-    await asyncio.sleep(1.0)
-    calls = sum(engine.called.total() for engine in engines)
-    seconds = []
-    for version in range(1, PUSHES + 1):
-        started = meter.driver()
-        await pusher.push(version)
-        seconds.append(meter.driver() - started)
-        assert pool.interrupted == in_flight, "every rollout should have been in flight"
-    calls = sum(engine.called.total() for engine in engines) - calls
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await pool.shutdown()
+    async with engines(in_flight, token_seconds=1e9) as (pool, pusher, hosted):
+        await pusher.push(0)
+        groups = [[Rollout(f"{g}-{r}", (1, 2, 3)) for r in range(GROUP_SIZE)] for g in range(in_flight // GROUP_SIZE)]
+        tasks = [asyncio.create_task(pool.generate(group)) for group in groups]
+        await asyncio.sleep(0)
+        await pusher.push(1)
+        calls = hosted.calls
+        seconds = []
+        for version in range(2, PUSHES + 2):
+            started = time.process_time()
+            await pusher.push(version)
+            seconds.append(time.process_time() - started)
+            assert pool.interrupted == in_flight, "every rollout should have been in flight"
+        calls = hosted.calls - calls
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return statistics.median(seconds), calls / PUSHES
 
 
@@ -244,9 +250,9 @@ def measure(sizes: list[int], rollouts: int, repeat: int) -> list[dict[str, Any]
     for _ in range(repeat):
         for size in sizes:
             gc.collect()
-            loops[size].append(virtual_time.run(measure_loop(size, rollouts)))
+            loops[size].append(asyncio.run(measure_loop(size, rollouts)))
             gc.collect()
-            pushes[size].append(virtual_time.run(measure_push(size)))
+            pushes[size].append(asyncio.run(measure_push(size)))
     return [
         {
             "in_flight": size,
@@ -282,9 +288,9 @@ def main() -> None:
     }
     print(f"{result['machine']}; {ENGINES} simulated engines\n\n{table(rows)}\n")
     print(
-        f"{last['in_flight']} against {first['in_flight']} in flight: {result['driver_cpu_ratio']:.2f} x the driver's"
+        f"{last['in_flight']} against {first['in_flight']} in flight: {result['driver_cpu_ratio']:.2f} x the driver's "
+        f"CPU time per finished rollout, {result['push_cpu_ratio']:.2f} x per push"
     )
-    print(f"CPU time per finished rollout, {result['push_cpu_ratio']:.2f} x per push")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

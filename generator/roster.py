@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from generator.link import EngineError, EngineLink, EngineLostError, KvCache, PushMode
+from generator.link import EngineError, EngineLink, KvCache, PushMode
 
 T = TypeVar("T")
 

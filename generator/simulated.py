@@ -57,7 +57,7 @@ def whole_stream(settings: SimulatedSettings, sampling: Sampling, rollout: Rollo
     if isinstance(decision, Finished):
         return []
     done = len(rollout.response_token_ids)
-    tokens = []
+    tokens: list[tuple[int, float]] = []
     for position in range(done, done + decision.max_tokens):
         token, logprob = stream_token(settings, rollout.id, position)
         if token in sampling.stop_token_ids:
@@ -276,7 +276,8 @@ class SimulatedEngine:
     def _tag(self, work: _Work) -> None:
         """Give the tokens that were sampled since the last look the served version."""
         if work.started is not None:
-            assert self.version is not None and work.stream is not None
+            assert self.version is not None
+            assert work.stream is not None
             passed = asyncio.get_running_loop().time() - work.started
             sampled = min(len(work.stream), int(passed / self.settings.token_seconds + 1e-6))
             work.versions += [self.version] * (sampled - len(work.versions))

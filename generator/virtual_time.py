@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Executor
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class DeadlockError(RuntimeError):
@@ -19,17 +21,24 @@ class DeadlockError(RuntimeError):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 seconds. Work for a thread is done at once, in the caller's thread, and takes no virtual time."""
+    """Starts at 0 seconds. Work for a thread is done at once, in the caller's thread, and takes no virtual time.
 
-    def __init__(self) -> None:
+    Where nothing is left that time could bring, :class:`DeadlockError` is raised, or, with ``wait_for_others``, other
+    processes are waited for.
+    """
+
+    def __init__(self, *, wait_for_others: bool = False) -> None:
         self.now = 0.0
+        self.wait_for_others = wait_for_others
         super().__init__(_NeverSleeping(self))
 
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        future = self.create_future()
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
         except Exception as error:
@@ -47,6 +56,8 @@ class _NeverSleeping(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if events := super().select(0):
             return events
+        if timeout is None and self._loop.wait_for_others:
+            return super().select(None)
         if timeout is None:
             raise DeadlockError(f"at {self._loop.now:.3f} s of virtual time everybody waits for somebody else")
         self._loop.now += max(0.0, timeout)
