@@ -1,72 +1,33 @@
 """All engines together: routes groups to them, carries rollouts over when one is lost, and takes part in a push.
 
 The pool knows no framework: an engine is anything with the methods of :class:`generator.link.EngineLink`. A push costs
-the driver one call per engine and step, however many rollouts are in flight.
-
-An engine's way: it is started, then *joins* (it waits for the next push to bring it the weights), then *serves*. It
-leaves by being drained or by being lost. A lost engine is replaced by a new one as long as ``max_restarts`` lasts.
+the driver one call per engine and step, however many rollouts are in flight. Which engines there are, and how they
+come and go, is the matter of :mod:`generator.roster`; the pool gives them rollouts and weights.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from generator.link import EngineError, EngineLink, EngineLostError, KvCache, PushMode, Returned
+from generator.link import EngineError, EngineLink, EngineLostError, Returned
 from generator.resume import Sampling
 from generator.rollout import Rollout
+from generator.roster import ABLE, PoolSettings, Roster, Slot, State, all_of
 
-logger = logging.getLogger(__name__)
+__all__ = ["EnginePool", "PoolSettings"]
 
-HEALTH_INTERVAL = 5.0
-"""Seconds between looks at engines that nobody is calling."""
 OVERLOAD = 1.5
 """An engine with so many times the mean load gives rollouts away when there is a push anyway."""
-
-
-class State(Enum):
-    """Where an engine stands. Only a serving one gets rollouts."""
-
-    JOINING = "joining"
-    SERVING = "serving"
-    DRAINING = "draining"
-    LOST = "lost"
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """An engine that was started, and the rollouts the pool has given it."""
-
-    link: EngineLink
-    state: State = State.JOINING
-    load: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """How a pool behaves. Timeouts are in seconds."""
-
-    count: int = 1
-    max_running: int = 64
-    """Rollouts an engine runs at a time; what it has beyond that waits inside it."""
-    max_restarts: int = 10
-    """Engines that may be replaced in a run."""
-    serve_timeout: float = 900.0
-    """How long rollouts wait for an engine to serve when none does."""
-    mode: PushMode = "abort"
-    kv_cache: KvCache = "recompute"
 
 
 class EnginePool:
     """Any number of engines behind one interface. Not thread-safe: call it from one event loop.
 
-    ``make(number)`` builds the link of a new engine; numbers are never used twice.
+    ``make(number)`` builds the link of a new engine; numbers are never used twice. A link that was killed must end the
+    calls that wait for its answers with :class:`EngineLostError`.
     """
 
     def __init__(self, make: Callable[[int], EngineLink], settings: PoolSettings) -> None:
@@ -75,82 +36,31 @@ class EnginePool:
         """The published version, ``None`` before the first push."""
         self.interrupted = 0
         """Requests that the last push interrupted."""
-        self.members_changed = True
-        """Whether engines joined or left since the transfer group was built, see :meth:`take_members`."""
-        self.joined = asyncio.Event()
+        self._roster = Roster(make, settings)
+        self.joined = self._roster.joined
         """Set while an engine waits for weights."""
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = self._roster.counts
         """``engines/lost``, ``engines/restarted``, ``rollouts/moved`` (carried over with their tokens) and
         ``rollouts/restarted`` (what their engine had sampled last is gone with it)."""
-        self._make = make
-        self._numbers = itertools.count()
-        self._target = settings.count
-        self._starting = 0
-        self._slots: list[Slot] = []
         self._members: list[Slot] = []
-        self._changed = asyncio.Event()
-        self._failure: EngineError | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
-
-    # -- lifetime ---------------------------------------------------------------------------------------------------
+        self._in_flight: dict[str, Rollout] = {}
+        """By id, with the tokens that they had when an engine took them last."""
 
     async def start(self) -> None:
         """Start every engine, side by side. Raises :class:`EngineError` naming the first that did not start."""
-        await _all([self._start_one() for _ in range(self._target)])
-        self._spawn(self._watch_health(), "engine health")
+        await self._roster.start()
 
     async def shutdown(self) -> None:
         """End every engine; what does not end by itself is killed. Safe to call twice."""
-        self._closing = True
-        for task in self._tasks:
-            task.cancel()
-        slots, self._slots = self._slots, []
-        self._look_again()
-        results = await asyncio.gather(*(slot.link.shutdown() for slot in slots), return_exceptions=True)
-        for slot, result in zip(slots, results, strict=True):
-            if isinstance(result, BaseException):
-                logger.info("%s did not end by itself: %s", slot.link.name, result)
+        await self._roster.shutdown()
 
     async def set_count(self, count: int) -> None:
         """Have ``count`` engines from now on: start new ones, or drain those with the least load.
 
-        Returns when drained engines are gone and new ones wait for weights. Not to be called during a push.
+        Returns when drained engines are gone and new ones wait for weights. Raises :class:`EngineError` when a new one
+        does not start; those that are there go on. A push that runs meanwhile may be made again from its beginning.
         """
-        if count < 1:
-            raise ValueError(f"a pool needs at least one engine, not {count}")
-        self._target = count
-        alive = [slot for slot in self._slots if slot.state in (State.JOINING, State.SERVING)]
-        leaving = sorted(alive, key=lambda slot: slot.load)[: max(0, len(alive) - count)]
-        await _all([self._drain(slot) for slot in leaving])
-        missing = count - len(alive) - self._starting
-        await _all([self._start_one() for _ in range(missing)])
-
-    async def _start_one(self) -> None:
-        link = self._make(next(self._numbers))
-        self._starting += 1
-        try:
-            await link.start()
-        except BaseException:
-            link.kill()
-            raise
-        finally:
-            self._starting -= 1
-        self._slots.append(Slot(link))
-        self.members_changed = True
-        self.joined.set()
-        self._look_again()
-
-    async def _drain(self, slot: Slot) -> None:
-        slot.state = State.DRAINING
-        self.members_changed = True
-        try:
-            await slot.link.drain()
-            await slot.link.shutdown()
-        except EngineError as error:
-            logger.warning("%s was to be drained and is ended instead: %s", slot.link.name, error)
-            slot.link.kill()
-        self._slots.remove(slot)
+        await self._roster.set_count(count)
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -162,153 +72,124 @@ class EnginePool:
         """
         finished: dict[str, Rollout] = {}
         pending = rollouts
-        while pending:
-            returned = await self._generate_on(await self._place(), pending, sampling)
-            finished |= {rollout.id: rollout for rollout in returned.rollouts if rollout.finish_reason is not None}
-            # Whatever an engine took is a resume on the next one, sampled tokens or not.
-            unfinished = (rollout for rollout in returned.rollouts if rollout.finish_reason is None)
-            pending = [replace(rollout, resumes=rollout.resumes + 1) for rollout in unfinished]
-        return [finished[rollout.id] for rollout in rollouts]
+        try:
+            while pending:
+                self._in_flight.update((rollout.id, rollout) for rollout in pending)
+                returned = await self._generate_on(await self._roster.until(self._least_loaded), pending, sampling)
+                finished.update((rollout.id, rollout) for rollout in returned.rollouts if rollout.finish_reason)
+                # Whatever an engine took is a resume on the next one, sampled tokens or not.
+                unfinished = (rollout for rollout in returned.rollouts if not rollout.finish_reason)
+                pending = [replace(rollout, resumes=rollout.resumes + 1) for rollout in unfinished]
+                if pending:
+                    self._in_flight.update(finished)
+            return [finished[rollout.id] for rollout in rollouts]
+        finally:
+            for rollout in rollouts:
+                self._in_flight.pop(rollout.id, None)
 
-    async def _place(self) -> Slot:
-        """The serving engine with the least load; waits for one if there is none."""
-        async with asyncio.timeout(self.settings.serve_timeout) as deadline:
-            try:
-                while True:
-                    serving = [slot for slot in self._slots if slot.state is State.SERVING]
-                    if serving:
-                        return min(serving, key=lambda slot: slot.load)
-                    if self._failure is not None:
-                        raise self._failure
-                    await self._changed.wait()
-            except asyncio.CancelledError:
-                if deadline.expired():
-                    raise EngineError(
-                        f"no engine has served for {self.settings.serve_timeout:.0f} s (engine.start_timeout)"
-                    ) from None
-                raise
+    def _least_loaded(self) -> Slot | None:
+        return min(self._roster.within(State.SERVING), key=lambda slot: slot.load, default=None)
 
     async def _generate_on(self, slot: Slot, rollouts: list[Rollout], sampling: Sampling | None) -> Returned:
-        slot.load += len(rollouts)
+        slot.add_load(len(rollouts))
         try:
             returned = await slot.link.generate(rollouts, sampling)
         except EngineLostError as error:
-            self._lose(slot, error)
+            self._roster.lose(slot, error)
             self.counts["rollouts/restarted"] += len(rollouts)
             return Returned(rollouts, "lost")
         finally:
-            slot.load -= len(rollouts)
+            slot.add_load(-len(rollouts))
         if returned.reason.startswith("lost"):
-            self._lose(slot, EngineLostError(f"{slot.link.name} is {returned.reason}"))
-        self.counts["rollouts/moved"] += sum(rollout.finish_reason is None for rollout in returned.rollouts)
+            self._roster.lose(slot, EngineLostError(f"{slot.link.name} is {returned.reason}"))
+        if returned.reason:
+            self.counts["rollouts/moved"] += sum(not rollout.finish_reason for rollout in returned.rollouts)
         return returned
 
-    # -- lost engines -----------------------------------------------------------------------------------------------
+    # -- the engines' side of a push (weight_sync.push.Engines) -----------------------------------------------------
 
-    def _lose(self, slot: Slot, error: BaseException) -> None:
-        """An engine is gone: end what is left of it and have another one started."""
-        if slot.state is State.LOST or self._closing:
-            return
-        planned = slot.state is State.DRAINING
-        slot.state = State.LOST
-        if slot in self._slots:
-            self._slots.remove(slot)
-        slot.link.kill()
-        self.members_changed = True
-        if planned:
-            return
-        self.counts["engines/lost"] += 1
-        logger.warning("%s is lost; its rollouts go on elsewhere: %s", slot.link.name, error)
-        self._spawn(self._replace(error), "engine replacement")
-
-    async def _replace(self, cause: BaseException) -> None:
-        """Start engines until there are as many as there should be, or the restarts are used up."""
-        while len(self._slots) + self._starting < self._target:
-            if self.counts["engines/restarted"] >= self.settings.max_restarts:
-                if not self._slots and not self._starting:
-                    limit = f"engine.max_restarts={self.settings.max_restarts}"
-                    self._failure = EngineError(f"no engine is left and {limit} is used up; the last one: {cause}")
-                    self._failure.__cause__ = cause
-                    self._look_again()
-                return
-            self.counts["engines/restarted"] += 1
-            try:
-                await self._start_one()
-            except EngineError as error:
-                logger.warning("an engine that was to replace a lost one did not start: %s", error)
-                cause = error
-
-    async def _watch_health(self) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_INTERVAL)
-            await self._lose_the_dead(self._slots)
-
-    async def _lose_the_dead(self, slots: Sequence[Slot]) -> bool:
-        slots = list(slots)
-        results = await asyncio.gather(*(slot.link.check_health() for slot in slots), return_exceptions=True)
-        dead = [(slot, error) for slot, error in zip(slots, results, strict=True) if isinstance(error, Exception)]
-        for slot, error in dead:
-            self._lose(slot, error)
-        return bool(dead)
-
-    # -- the engines' side of a push (weight_sync.push.Engines) --------------------------------------------------------
+    @property
+    def members_changed(self) -> bool:
+        """Whether engines joined or left since the transfer group was built, see :meth:`take_members`."""
+        return self._roster.changed
 
     async def take_members(self) -> list[EngineLink]:
         """The engines that will get the weights from now on; a transfer group has to be built of them.
 
         Waits for one when there is none. Raises :class:`EngineError` when there will be none.
         """
-        async with asyncio.timeout(self.settings.serve_timeout):
-            while not (alive := [slot for slot in self._slots if slot.state in (State.JOINING, State.SERVING)]):
-                if self._failure is not None:
-                    raise self._failure
-                await self._changed.wait()
-        self._members = alive
-        self.members_changed = False
+        self._members = await self._roster.until(self._able)
+        self._roster.changed = False
         self.joined.clear()
-        return [slot.link for slot in alive]
+        return [slot.link for slot in self._members]
+
+    def _able(self) -> list[Slot]:
+        return self._roster.within(*ABLE)
 
     async def close_gate(self) -> None:
         """Close every gate and stop what runs, as the mode says; :attr:`interrupted` counts the requests."""
-        settings = self.settings
-        pauses = [slot.link.pause(settings.mode, settings.kv_cache) for slot in self._members]
-        self.interrupted = sum(await _all(pauses))
+        mode, kv_cache = self.settings.mode, self.settings.kv_cache
+        self.interrupted = sum(await all_of(slot.link.pause(mode, kv_cache) for slot in self._members))
 
     async def confirm(self, version: int, manifest: Any) -> None:
         """Every engine confirms that it holds ``version``, complete by ``manifest``."""
         entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
-        await _all([slot.link.confirm(version, entries) for slot in self._members])
+        await all_of(slot.link.confirm(version, entries) for slot in self._members)
+        for slot in self._members:
+            slot.version = version
 
     def publish(self, version: int) -> None:
         """``version`` is what the engines serve from their next resume on."""
         self.version = version
 
     async def resume(self) -> None:
-        """Open every gate: new tokens are tagged with the published version. Engines that joined serve from now on."""
+        """Open the gate of every engine that holds the published version: new tokens are tagged with it.
+
+        Engines that joined serve from now on. One that is lost meanwhile costs nothing but itself.
+        """
         assert self.version is not None, "nothing is resumed before a version is published"
-        # Before anything is handed back: it may go to an engine that serves from now on, and waits at its gate.
         for slot in self._members:
-            if slot.state is State.JOINING:
-                slot.state = State.SERVING
-        await self._rebalance()
-        await _all([slot.link.resume(self.version) for slot in self._members])
-        self._look_again()
+            if slot.state is State.JOINING and slot.version != self.version:  # a push that failed before its transfer
+                self._roster.changed = True
+                self.joined.set()
+        ready = [slot for slot in self._members if slot.state in ABLE and slot.version == self.version]
+        # Before anything is handed back: it may go to an engine that serves from now on, and waits at its gate.
+        for slot in ready:
+            slot.state = State.SERVING
+        await self._rebalance(ready)
+        await all_of(self._unless_lost(slot, slot.link.resume(self.version)) for slot in ready)
+        self._roster.look_again()
 
     async def quarantine(self, engine: str | None) -> bool:
-        """After a failed push: end the ``engine`` that failed, and all that do not answer. True if there were any."""
-        named = [slot for slot in self._members if engine is not None and slot.link.name == engine]
-        for slot in named:
-            self._lose(slot, EngineLostError(f"{engine} failed in a push and may hold half of the weights"))
-        others = [slot for slot in self._members if slot.state is not State.LOST]
-        return await self._lose_the_dead(others) or bool(named)
+        """After a failed push: end the ``engine`` that failed, and all that do not answer.
 
-    async def _rebalance(self) -> None:
+        True if another try is worth while: engines of the failed push are gone, or there was none. Then there is one;
+        raises :class:`EngineError` when there will be none.
+        """
+        for slot in self._members:
+            if engine is not None and slot.link.name == engine:
+                self._roster.lose(slot, EngineLostError(f"{engine} failed in a push and may hold half of the weights"))
+        await self._roster.lose_the_dead(slot for slot in self._members if slot.state in ABLE)
+        left = [slot for slot in self._members if slot.state in ABLE]
+        try_again = len(left) < len(self._members) or not self._able()
+        self._members = left
+        if try_again:
+            await self._roster.until(self._able)
+        return try_again
+
+    async def _rebalance(self, ready: list[Slot]) -> None:
         """While all are paused, engines with far more than their share hand some rollouts back."""
-        if self.settings.mode != "abort" or len(self._members) < 2:
+        if len(ready) < 2:
             return
-        mean = sum(slot.load for slot in self._members) / len(self._members)
-        full = [s for s in self._members if s.load > max(self.settings.max_running, OVERLOAD * mean)]
-        await _all([slot.link.release(round(slot.load - mean)) for slot in full])
+        mean = sum(slot.load for slot in ready) / len(ready)
+        full = [slot for slot in ready if slot.load > max(self.settings.max_running, OVERLOAD * mean)]
+        await all_of(self._unless_lost(slot, slot.link.release(round(slot.load - mean))) for slot in full)
+
+    async def _unless_lost(self, slot: Slot, call: Any) -> None:
+        try:
+            await call
+        except EngineLostError as error:
+            self._roster.lose(slot, error)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
@@ -320,28 +201,26 @@ class EnginePool:
     @property
     def serving(self) -> int:
         """How many engines serve."""
-        return sum(slot.state is State.SERVING for slot in self._slots)
+        return len(self._roster.within(State.SERVING))
 
     async def partial_rollouts(self) -> list[Rollout]:
-        """Every rollout in flight with its tokens so far."""
-        return [rollout for part in await _all([s.link.partial_rollouts() for s in self._slots]) for rollout in part]
+        """Every rollout in flight with its tokens so far. Those of an engine that does not answer, and those that wait
+        for an engine, are as an engine took them last."""
+        newest = dict(self._in_flight)
+        for slot in self._roster.within(State.SERVING, State.DRAINING):
+            try:
+                rollouts = await slot.link.partial_rollouts()
+            except EngineError:
+                continue  # the next call to it, or the health watch, finds out
+            newest.update((rollout.id, rollout) for rollout in rollouts if rollout.id in self._in_flight)
+        return list(newest.values())
 
     async def stats(self) -> dict[str, dict[str, float]]:
-        """The counters of every engine, by its name."""
-        slots = list(self._slots)
-        return dict(zip([s.link.name for s in slots], await _all([s.link.stats() for s in slots]), strict=True))
-
-    def _look_again(self) -> None:
-        """Whoever waits for an engine looks whether there is one now."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _spawn(self, work: Any, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Side by side; the first failure is raised at once, and what the others do then is nobody's concern."""
-    return list(await asyncio.gather(*calls))
+        """The counters of every engine that answers, by its name."""
+        stats: dict[str, dict[str, float]] = {}
+        for slot in self._able():
+            try:
+                stats[slot.link.name] = await slot.link.stats()
+            except EngineError:
+                continue
+        return stats

@@ -10,13 +10,20 @@ from typing import Any
 
 import pytest
 
+from generator import virtual_time
+from generator.pool import EnginePool, PoolSettings
+from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
+from generator.roster import ABLE
+from generator.simulated import SimulatedEngine, SimulatedSettings, whole_stream
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
 from trainer.episodes import SingleTurn
 from trainer.loop import Parts, RewardError, train
+from weight_sync import push as weight_push
 from weight_sync.push import PushReport
+from weight_sync.simulated import SimulatedSender
 
 
 @dataclass
@@ -260,3 +267,71 @@ async def test_a_failed_rollout_costs_its_group_where_that_is_asked_for():
     with pytest.raises(ExceptionGroup) as failure:
         await finish(run)
     assert failure.group_contains(RewardError)
+
+
+@dataclass
+class SlowLearner(Learner):
+    """A step takes half a minute of virtual time."""
+
+    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
+        await asyncio.sleep(30.0)
+        return await super().train(rollouts, version)
+
+
+SAMPLING = Sampling(max_tokens=64, stop_token_ids=frozenset(range(20)))
+ENGINE = SimulatedSettings(SAMPLING, max_running=4, token_seconds=1.0, latency=0.05)
+
+
+@pytest.mark.parametrize("ways", [("die",), ("die", "kill", "hang")], ids=["tokens survive", "any way"])
+def test_a_run_whose_engines_are_killed_again_and_again_reaches_its_last_step_and_accounts_for_every_token(ways):
+    """The real loop, pool and pusher; four simulated engines, of which 20 are lost at random moments."""
+    chance = random.Random(0)
+    engines: list[SimulatedEngine] = []
+    killed: list[SimulatedEngine] = []
+
+    def make(number: int) -> SimulatedEngine:
+        engines.append(SimulatedEngine(f"engine {number}", ENGINE))
+        return engines[-1]
+
+    async def kill(pool: EnginePool) -> None:
+        while len(killed) < 20:
+            await asyncio.sleep(chance.uniform(0.0, 60.0))
+            if well := [slot.link for slot in pool._roster.within(*ABLE) if slot.link not in killed]:
+                killed.append(chance.choice(well))
+                getattr(killed[-1], chance.choice(ways))()
+
+    async def program() -> tuple[Parts, EnginePool]:
+        pool = EnginePool(make, PoolSettings(count=4, max_running=4, max_restarts=100))
+        sender = SimulatedSender(seconds=2.0)
+
+        async def connect() -> None:
+            sender.connect([link.handle for link in await pool.take_members()])
+
+        pusher = weight_push.Pusher(sender, pool, timeout=60.0, connect=connect)
+        await pool.start()
+        run = parts(steps=40, batch=4, bound=2, engines=pool, pusher=pusher, learner=SlowLearner(2))
+        async with asyncio.timeout(100_000.0):
+            killing = asyncio.create_task(kill(pool))
+            await train(run)
+            killing.cancel()
+        await pool.shutdown()
+        return run, pool
+
+    run, pool = virtual_time.run(program())
+    assert run.watch.steps == list(range(1, 41))
+    assert len(killed) == 20
+    assert pool.counts["engines/lost"] == 20
+    assert pool.counts["rollouts/moved"] > 0
+    for rollout in (rollout for batch in run.learner.batches for rollout in batch):
+        expected = whole_stream(ENGINE, SAMPLING, Rollout(rollout.id, rollout.prompt_token_ids))
+        assert list(zip(rollout.response_token_ids, rollout.logprobs, strict=True)) == expected
+    masked = sum(r.rollout.loss_mask.count(False) for group in run.watch.groups for r in group.rollouts)
+    left = sum(run.watch.counts.get(name, 0) for name in ("tokens/expired", "tokens/lost"))
+    assert run.watch.generated == run.watch.trained + masked + left
+    sampled = sum(engine._generated for engine in engines)
+    if "kill" in ways:  # what an engine had not returned is gone with it, and sampled again
+        assert pool.counts["rollouts/restarted"] > 0
+        assert sampled > run.watch.generated
+    else:
+        assert pool.counts["rollouts/restarted"] == 0
+        assert sampled == run.watch.generated

@@ -1,0 +1,567 @@
+"""The pool with simulated engines: whatever happens to engines, every rollout comes back as if nothing had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from generator import virtual_time
+from generator.link import EngineError
+from generator.pool import EnginePool, PoolSettings
+from generator.resume import Sampling
+from generator.rollout import Rollout
+from generator.simulated import SimulatedEngine, SimulatedSettings, whole_stream
+from weight_sync.push import Pusher, PushError
+from weight_sync.simulated import SimulatedSender
+
+SAMPLING = Sampling(max_tokens=64, min_tokens=2, stop_token_ids=frozenset(range(20)))
+ENGINE = SimulatedSettings(SAMPLING, max_running=4, token_seconds=1.0, start_seconds=30.0, latency=0.1)
+FOREVER = 50_000.0
+"""Seconds after which a test is stuck: the health watch keeps virtual time going."""
+
+
+@dataclass
+class World:
+    """A pool of simulated engines, a learner that has only versions, and the pushes between them."""
+
+    engine: SimulatedSettings = ENGINE
+    pool_settings: PoolSettings = field(default_factory=lambda: PoolSettings(count=2, max_running=4))
+    engines: list[SimulatedEngine] = field(default_factory=list)
+    """Every engine there ever was, by number."""
+    refuse_from: int = 1_000_000
+    """Engines from this number on do not start."""
+    equipping: bool = True
+    """Whether engines that join get the published version at once, as they do in a run."""
+
+    def __post_init__(self) -> None:
+        self.pool = EnginePool(self._make, self.pool_settings)
+        self.sender = SimulatedSender(seconds=1.0)
+        drain = 1_000.0 if self.pool_settings.mode == "wait" else 0.0
+        self.pusher = Pusher(self.sender, self.pool, timeout=60.0, connect=self._connect, drain_timeout=drain)
+        self.weights = asyncio.Lock()
+
+    def _make(self, number: int) -> SimulatedEngine:
+        engine = SimulatedEngine(f"engine {number}", self.engine, refuse_start=number >= self.refuse_from)
+        self.engines.append(engine)
+        return engine
+
+    async def _connect(self) -> None:
+        self.sender.connect([link.handle for link in await self.pool.take_members()])
+
+    async def push(self, version: int) -> None:
+        async with self.weights:
+            await self.pusher.push(version)
+
+    async def equip(self) -> None:
+        while True:
+            await self.pool.joined.wait()
+            async with self.weights:
+                if self.pool.joined.is_set():
+                    await self.pusher.push(self.pool.version)
+
+    def generate(self, count: int, name: str = "r") -> asyncio.Task[list[Rollout]]:
+        return asyncio.create_task(self.pool.generate(prompts(count, name)))
+
+
+def prompts(count: int, name: str = "r") -> list[Rollout]:
+    return [Rollout(f"{name}-{number}", (1, 2, 3)) for number in range(count)]
+
+
+def run(test: Callable[[World], Awaitable[None]], **options: Any) -> None:
+    """Run ``test`` with a pool that serves version 0."""
+
+    async def program() -> None:
+        world = World(**options)
+        async with asyncio.timeout(FOREVER):
+            await world.pool.start()
+            await world.push(0)
+            equipping = asyncio.create_task(world.equip()) if world.equipping else None
+            try:
+                await test(world)
+                assert not (equipping and equipping.done()), "engines that joined could not be equipped"
+            finally:
+                if equipping:
+                    equipping.cancel()
+                await world.pool.shutdown()
+        assert all(engine.called["shutdown"] or engine._ended.is_set() for engine in world.engines)
+
+    virtual_time.run(program())
+
+
+def check(rollouts: list[Rollout], published: int = 1_000_000) -> None:
+    """Every rollout is what an engine that nothing happens to would have sampled."""
+    for rollout in rollouts:
+        expected = whole_stream(ENGINE, SAMPLING, Rollout(rollout.id, (1, 2, 3)))
+        assert list(zip(rollout.response_token_ids, rollout.logprobs, strict=True)) == expected
+        assert rollout.finish_reason == ("stop" if expected[-1][0] in SAMPLING.stop_token_ids else "length")
+        assert all(rollout.loss_mask)
+        assert 0 <= min(rollout.versions) <= max(rollout.versions) <= published
+
+
+# -- routing ----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_go_to_the_engine_with_the_least_load_and_stay_together():
+    async def test(world: World) -> None:
+        tasks = [world.generate(size, name) for size, name in [(6, "a"), (2, "b"), (2, "c"), (4, "d")]]
+        await asyncio.sleep(0.5)
+        where = [{r.id for r in await engine.partial_rollouts()} for engine in world.engines]
+        ids = {name: {r.id for r in prompts(size, name)} for size, name in [(6, "a"), (2, "b"), (2, "c"), (4, "d")]}
+        assert where == [ids["a"], ids["b"] | ids["c"] | ids["d"]]
+        for task in tasks:
+            check(await task)
+
+    run(test)
+
+
+def test_rollouts_stay_with_their_engine_over_pushes():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(2)]
+        await asyncio.sleep(0.5)
+        before = [{r.id for r in await engine.partial_rollouts()} for engine in world.engines]
+        for version in range(1, 4):
+            await world.push(version)
+            assert [{r.id for r in await engine.partial_rollouts()} for engine in world.engines] == before
+        for task in tasks:
+            check(await task, published=3)
+        assert world.pool.counts == {}
+        assert [engine.called["generate"] for engine in world.engines] == [1, 1]
+
+    run(test)
+
+
+def test_an_overloaded_engine_gives_rollouts_to_one_that_joined_at_the_next_push():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(8)]
+        await asyncio.sleep(5.0)
+        await world.pool.set_count(2)
+        await world.push(1)
+        await asyncio.sleep(1.0)
+        assert [(await engine.stats())["in_flight"] > 0 for engine in world.engines] == [True, True]
+        for task in tasks:
+            check(await task)
+        assert world.pool.counts["rollouts/moved"] >= 12
+        assert world.pool.counts["engines/lost"] == 0
+
+    run(test, pool_settings=PoolSettings(count=1, max_running=4), equipping=False)
+
+
+# -- losing engines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["die", "kill", "hang"])
+def test_rollouts_of_a_lost_engine_go_on_elsewhere_and_end_as_if_nothing_had_happened(way):
+    async def test(world: World) -> None:
+        tasks = [world.generate(3, str(number)) for number in range(4)]
+        await asyncio.sleep(7.0)
+        getattr(world.engines[0], way)()
+        for task in tasks:
+            check(await task)
+        assert world.pool.counts["engines/lost"] == 1
+        # With its tokens where the engine could still hand them back, from what the pool knew where it could not.
+        assert world.pool.counts["rollouts/restarted"] == (0 if way == "die" else 6)
+
+    run(test)
+
+
+def test_tokens_that_were_sampled_before_a_death_keep_their_older_version():
+    async def test(world: World) -> None:
+        task = world.generate(4)
+        await asyncio.sleep(7.0)
+        world.engines[0].die()
+        await asyncio.sleep(1.0)
+        await world.push(1)
+        rollouts = await task
+        check(rollouts, published=1)
+        assert {rollout.versions[0] for rollout in rollouts} == {0}
+        assert {rollout.versions[-1] for rollout in rollouts if len(rollout.versions) > 8} == {1}
+
+    run(test)
+
+
+def test_a_rollout_restarts_from_the_tokens_that_the_pool_knew():
+    async def test(world: World) -> None:
+        task = world.generate(1, "long")
+        await asyncio.sleep(10.0)
+        world.engines[0].die()
+        await asyncio.sleep(1.0)
+        known = (await world.pool.partial_rollouts())[0]
+        world.engines[1].kill()
+        # What the second engine had sampled is gone with it; what the first had handed back is not.
+        assert len(known.response_token_ids) >= 9
+        (rollout,) = await task
+        check([rollout])
+        assert rollout.response_token_ids[: len(known.response_token_ids)] == known.response_token_ids
+        assert rollout.resumes >= 2
+
+    run(test)
+
+
+def test_an_engine_that_died_while_nobody_called_it_is_found_and_replaced():
+    async def test(world: World) -> None:
+        world.engines[1].die()
+        await asyncio.sleep(6.0)
+        assert world.pool.counts["engines/lost"] == 1
+        assert world.pool.serving == 1
+        await asyncio.sleep(40.0)
+        assert world.pool.serving == 2
+        assert [engine.name for engine in world.engines] == ["engine 0", "engine 1", "engine 2"]
+
+    run(test)
+
+
+def test_a_drained_engine_hands_its_rollouts_over_before_it_ends():
+    async def test(world: World) -> None:
+        tasks = [world.generate(2, str(number)) for number in range(6)]
+        await asyncio.sleep(8.0)
+        await world.pool.set_count(1)
+        for task in tasks:
+            check(await task)
+        assert world.pool.serving == 1
+        assert world.pool.counts["rollouts/moved"] > 0
+        assert world.pool.counts["rollouts/restarted"] == 0
+        assert world.pool.counts["engines/lost"] == 0
+
+    run(test)
+
+
+def test_the_last_restart_used_up_is_an_error_that_names_the_first_and_the_last_cause():
+    async def test(world: World) -> None:
+        task = world.generate(2)
+        await asyncio.sleep(3.0)
+        world.engines[0].die("the first")
+        await asyncio.sleep(60.0)
+        world.engines[1].die("the second")
+        with pytest.raises(EngineError, match=r"max_restarts=1 is used up.*the first.*the second"):
+            await task
+        assert len(world.engines) == 2
+
+    run(test, pool_settings=PoolSettings(count=1, max_running=4, max_restarts=1))
+
+
+def test_an_engine_that_does_not_start_again_is_tried_later_and_not_for_ever():
+    async def test(world: World) -> None:
+        begun = asyncio.get_running_loop().time()
+        task = world.generate(2)
+        world.engines[0].die()
+        with pytest.raises(EngineError, match="engine 4 refuses to start"):
+            await task
+        assert len(world.engines) == 1 + 4
+        assert asyncio.get_running_loop().time() - begun > 4 * 30.0 + 1.0 + 2.0 + 4.0
+
+    options = PoolSettings(count=1, max_running=4, max_restarts=4)
+    run(test, pool_settings=options, refuse_from=1)
+
+
+def test_other_engines_carry_on_when_a_lost_one_cannot_be_replaced():
+    async def test(world: World) -> None:
+        world.engines[0].die()
+        await asyncio.sleep(1_000.0)
+        check(await world.generate(4))
+        assert world.pool.serving == 1
+
+    run(test, refuse_from=2)
+
+
+def test_nothing_that_serves_for_too_long_is_an_error_and_not_a_hang():
+    async def test(world: World) -> None:
+        world.engines[0].die()
+        with pytest.raises(EngineError, match="no engine has served for 100 s"):
+            await world.generate(2)
+
+    run(test, pool_settings=PoolSettings(count=1, max_running=4, serve_timeout=100.0), equipping=False)
+
+
+def test_an_engine_that_does_not_start_ends_the_start_with_its_name_and_leaves_nothing_behind():
+    async def program() -> None:
+        world = World(refuse_from=1)
+        with pytest.raises(EngineError, match="engine 1 refuses to start"):
+            await world.pool.start()
+        await world.pool.shutdown()
+        assert all(engine._ended.is_set() for engine in world.engines)
+
+    virtual_time.run(program())
+
+
+def test_engines_that_are_still_starting_end_with_the_pool():
+    async def program() -> None:
+        world = World()
+        task = asyncio.create_task(world.pool.start())
+        await asyncio.sleep(5.0)
+        await world.pool.shutdown()
+        await asyncio.gather(task, return_exceptions=True)
+        assert all(engine._ended.is_set() for engine in world.engines)
+
+    virtual_time.run(program())
+
+
+# -- joining and leaving ----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_joins_serves_only_after_a_push():
+    async def test(world: World) -> None:
+        await world.pool.set_count(3)
+        assert world.pool.serving == 2
+        assert world.pool.joined.is_set()
+        tasks = [world.generate(4, str(number)) for number in range(6)]
+        await asyncio.sleep(10.0)
+        assert world.engines[2].called["generate"] == 0
+        await world.push(1)
+        assert world.pool.serving == 3
+        tasks += [world.generate(2, "new")]
+        await asyncio.sleep(1.0)
+        assert world.engines[2].called["generate"] > 0
+        for task in tasks:
+            check(await task)
+
+    run(test, equipping=False)
+
+
+def test_engines_come_and_go_during_generation_and_nothing_is_lost():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(20)]
+        for version, count in enumerate([5, 1, 3, 2], start=1):
+            await asyncio.sleep(4.0)
+            await world.pool.set_count(count)
+            await world.push(version)
+            assert world.pool.serving == count
+        for task in tasks:
+            check(await task, published=4)
+        assert world.pool.counts["rollouts/restarted"] == 0
+
+    run(test)
+
+
+def test_an_engine_that_is_not_wanted_any_more_while_it_starts_never_joins():
+    async def test(world: World) -> None:
+        more = asyncio.create_task(world.pool.set_count(4))
+        await asyncio.sleep(5.0)
+        await world.pool.set_count(2)
+        await more
+        await asyncio.sleep(100.0)
+        assert world.pool.serving == 2
+        assert [engine._ended.is_set() for engine in world.engines] == [False, False, True, True]
+
+    run(test)
+
+
+def test_a_pool_without_engines_is_refused():
+    async def test(world: World) -> None:
+        with pytest.raises(ValueError, match="at least one"):
+            await world.pool.set_count(0)
+
+    run(test)
+
+
+# -- pushes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["refuse_weights", "wrong_version"])
+def test_an_engine_that_fails_a_push_is_quarantined_and_the_others_serve_the_new_version(fault):
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(4)]
+        await asyncio.sleep(5.0)
+        setattr(world.engines[0], fault, 9)
+        await world.push(1)
+        assert world.pool.version == world.engines[1].version == 1
+        assert world.engines[0].version == 0
+        for task in tasks:
+            check(await task, published=1)
+        assert world.pool.counts["engines/lost"] == 1
+        # It was well enough to hand its tokens back.
+        assert world.pool.counts["rollouts/restarted"] == 0
+        await asyncio.sleep(60.0)
+        assert world.pool.serving == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["die", "kill", "hang"])
+@pytest.mark.parametrize("after", [0.05, 0.15, 0.25, 0.9, 1.25, 1.45, 1.65, 1.75])
+def test_an_engine_lost_at_any_moment_of_a_push_costs_only_itself(way, after):
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(4)]
+        await asyncio.sleep(5.0)
+        pushing = asyncio.create_task(world.push(1))
+        await asyncio.sleep(after)
+        getattr(world.engines[0], way)()
+        await pushing
+        assert world.pool.version == 1
+        for task in tasks:
+            check(await task, published=1)
+        await asyncio.sleep(200.0)
+        assert world.pool.serving == 2
+        assert world.pool.counts["engines/lost"] == 1
+
+    run(test)
+
+
+def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
+    async def test(world: World) -> None:
+        task = world.generate(4)
+        await asyncio.sleep(5.0)
+        world.engines[0].die()
+        await asyncio.sleep(0.5)
+        await world.push(1)
+        check(await task, published=1)
+        assert world.pool.serving == 1
+
+    # The start takes longer than a step of a push may.
+    slow = replace(ENGINE, start_seconds=200.0)
+    run(test, engine=slow, pool_settings=PoolSettings(count=1, max_running=4))
+
+
+def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
+    async def test(world: World) -> None:
+        world.engines[0].refuse_weights = True
+        with pytest.raises(EngineError, match="no engine is left"):
+            await world.push(1)
+
+    run(test, pool_settings=PoolSettings(count=1, max_restarts=0), equipping=False)
+
+
+def test_a_failure_of_the_learner_costs_no_engine_and_is_not_tried_for_ever():
+    async def test(world: World) -> None:
+        async def broken() -> Any:
+            raise RuntimeError("a weight is not finite")
+
+        world.sender.prepare = broken
+        with pytest.raises(PushError, match="not finite"):
+            await world.push(1)
+        assert world.pool.counts["engines/lost"] == 0
+
+    run(test)
+
+
+def test_a_push_whose_caller_gives_up_at_the_gate_leaves_no_engine_paused():
+    async def test(world: World) -> None:
+        task = world.generate(4)
+        await asyncio.sleep(5.0)
+        pushing = asyncio.create_task(world.push(1))
+        await asyncio.sleep(0.05)
+        pushing.cancel()
+        await asyncio.gather(pushing, return_exceptions=True)
+        rollouts = await task
+        check(rollouts, published=0)
+
+    run(test)
+
+
+def test_a_push_costs_a_fixed_number_of_calls_per_engine_however_many_rollouts_are_in_flight():
+    def calls_of_a_push(groups: int) -> int:
+        seen: list[int] = []
+
+        async def test(world: World) -> None:
+            tasks = [world.generate(8, str(number)) for number in range(groups)]
+            await asyncio.sleep(5.0)
+            before = [engine.called.total() for engine in world.engines]
+            await world.push(1)
+            seen.append(sum(e.called.total() - b for e, b in zip(world.engines, before, strict=True)))
+            await asyncio.gather(*tasks)
+
+        run(test, pool_settings=PoolSettings(count=4, max_running=4))
+        return seen[0]
+
+    # pause, load, confirm, resume; the health watch and equal loads bring nothing beside them
+    assert calls_of_a_push(4) == calls_of_a_push(40) == 4 * 4
+
+
+# -- looking in -------------------------------------------------------------------------------------------------------
+
+
+def test_partial_rollouts_hold_every_rollout_in_flight_also_those_that_no_engine_has():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(2)]
+        await asyncio.sleep(6.0)
+        world.engines[0].die()
+        await asyncio.sleep(1.0)
+        partial = await world.pool.partial_rollouts()
+        assert len(partial) == 8
+        assert sum(len(rollout.response_token_ids) >= 5 for rollout in partial) >= 3
+        world.engines[1].kill()
+        assert len(await world.pool.partial_rollouts()) == 8
+        for task in tasks:
+            check(await task)
+        assert await world.pool.partial_rollouts() == []
+
+    run(test, pool_settings=PoolSettings(count=2, max_running=4))
+
+
+def test_counters_are_those_of_the_engines_that_answer():
+    async def test(world: World) -> None:
+        task = world.generate(4)
+        await asyncio.sleep(5.0)
+        world.engines[1].kill()
+        stats = await world.pool.stats()
+        assert list(stats) == ["engine 0"]
+        assert stats["engine 0"]["generated_tokens"] >= 12
+        await task
+
+    run(test)
+
+
+# -- everything at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_pushes_deaths_and_resizings_in_any_order_never_lose_double_or_mislabel_a_token(seed, mode):
+    chance = random.Random(seed)
+    options = PoolSettings(count=3, max_running=4, max_restarts=10_000, mode=mode)
+
+    async def test(world: World) -> None:
+        begun: dict[str, int] = {}
+        tasks = []
+
+        async def one_group(name: str) -> list[Rollout]:
+            begun[name] = world.pool.version or 0
+            return await world.pool.generate(prompts(chance.randrange(1, 6), name))
+
+        async def pushes() -> None:
+            for version in range(1, 12):
+                await asyncio.sleep(chance.choice([0.0, 0.3, 5.0, 20.0]))
+                if mode == "abort" and chance.random() < 0.2:
+                    await cancelled_push(world, version, chance.uniform(0.0, 0.1))
+                await world.push(version)
+
+        async def faults() -> None:
+            for _ in range(8):
+                await asyncio.sleep(chance.uniform(0.0, 30.0))
+                alive = [engine for engine in world.engines if not engine._ended.is_set()]
+                if alive:
+                    getattr(chance.choice(alive), chance.choice(["die", "kill", "hang"]))()
+
+        async def sizes() -> None:
+            for _ in range(3):
+                await asyncio.sleep(chance.uniform(0.0, 60.0))
+                with contextlib.suppress(EngineError):  # one that was to start was killed
+                    await world.pool.set_count(chance.randrange(1, 5))
+
+        async with asyncio.TaskGroup() as group:
+            for part in (pushes(), faults(), sizes()):
+                group.create_task(part)
+            for number in range(20):
+                await asyncio.sleep(chance.uniform(0.0, 5.0))
+                tasks.append(group.create_task(one_group(f"g{number}")))
+        for number, task in enumerate(tasks):
+            check(task.result(), published=world.pool.version)
+            assert all(rollout.versions[0] >= begun[f"g{number}"] for rollout in task.result())
+        assert await world.pool.partial_rollouts() == []
+        assert all(slot.load == 0 for slot in world.pool._roster.slots)
+
+    run(test, pool_settings=options)
+
+
+async def cancelled_push(world: World, version: int, after: float) -> None:
+    """A push whose caller gives up while the gates close."""
+    pushing = asyncio.create_task(world.push(version))
+    await asyncio.sleep(after)
+    if world.pusher.step.value in ("idle", "prepare", "connect", "gate"):
+        pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)

@@ -1,0 +1,39 @@
+"""The learner's side of a push to simulated engines: nothing travels but the version and the list of what would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from weight_sync.manifest import Manifest, ManifestEntry
+from weight_sync.push import PushError, SendReport
+
+MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
+
+
+class SimulatedSender:
+    """Has the methods that :class:`weight_sync.push.Pusher` asks of a learner. ``seconds`` is what a transfer takes."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.members: Sequence[Any] = ()
+
+    def connect(self, handles: Sequence[Any]) -> None:
+        """From now on the weights go to these :class:`generator.simulated.SimulatedEngine`."""
+        self.members = handles
+
+    async def prepare(self) -> Manifest:
+        return MANIFEST
+
+    async def send(self, version: int) -> SendReport:
+        """Load ``version`` into every member. Raises :class:`PushError` naming the first that failed."""
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in MANIFEST.entries)
+        loads = [engine.load(version, entries) for engine in self.members]
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        for engine, result in zip(self.members, results, strict=True):
+            if isinstance(result, BaseException):
+                raise PushError("update_weights", result, engine.name) from result
+        return SendReport(bytes=MANIFEST.total_bytes, seconds=self.seconds, buckets=1)
