@@ -196,7 +196,7 @@ class EnginePool:
     @property
     def count(self) -> int:
         """How many engines there should be."""
-        return self._target
+        return self._roster.target
 
     @property
     def serving(self) -> int:

@@ -100,7 +100,8 @@ class Roster:
         """``engines/lost`` and ``engines/restarted``."""
         self._make = make
         self._numbers = itertools.count()
-        self._target = settings.count
+        self.target = settings.count
+        """How many engines there should be."""
         self._news = asyncio.Event()
         self._first_loss: BaseException | None = None
         self._failure: EngineError | None = None
@@ -111,7 +112,7 @@ class Roster:
         """The engines that stand there, in the order in which they were started."""
         return [slot for slot in self.slots if slot.state in states]
 
-    async def until(self, found: Callable[[], T]) -> T:
+    async def until(self, found: Callable[[], T | None]) -> T:
         """What ``found`` returns, once that is true. It is asked again whenever an engine has changed its state.
 
         Raises :class:`EngineError` when there will be no engine any more, or after ``serve_timeout``.
@@ -139,7 +140,7 @@ class Roster:
 
     async def start(self) -> None:
         """Start every engine, side by side. Raises :class:`EngineError` naming the first that did not start."""
-        await self._start_some(self._target)
+        await self._start_some(self.target)
         self._spawn(self._watch_health(), "engine health")
 
     async def set_count(self, count: int) -> None:
@@ -150,7 +151,7 @@ class Roster:
         """
         if count < 1:
             raise ValueError(f"a pool needs at least one engine, not {count}")
-        self._target = count
+        self.target = count
         there = self.within(State.STARTING, *ABLE)
         leaving = sorted(there, key=lambda slot: (slot.state, slot.load))[: max(0, len(there) - count)]
         await asyncio.gather(*(self._drain(slot) for slot in leaving))
@@ -248,7 +249,7 @@ class Roster:
         finally:
             lost.link.kill()
         back_off = 1.0
-        while len(there := self.within(State.STARTING, *ABLE)) < self._target:
+        while len(there := self.within(State.STARTING, *ABLE)) < self.target:
             if self.counts["engines/restarted"] >= self.settings.max_restarts:
                 if not there:
                     self._fail(cause)
