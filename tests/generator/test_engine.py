@@ -67,6 +67,12 @@ def one_engine(engine) -> OneEngine:
     return OneEngine(engine)
 
 
+@pytest.fixture(autouse=True)
+def abort_mode(one_engine) -> None:
+    """Every test begins in it, whatever the one before did."""
+    one_engine.mode, one_engine.kv_cache = "abort", "recompute"
+
+
 @pytest.fixture(scope="module")
 def pusher(learner, one_engine) -> Pusher:
     return Pusher(learner, one_engine, timeout=120.0)
@@ -112,20 +118,27 @@ async def test_an_engine_without_a_published_version_serves_nothing(engine):
         await engine.resume(0)
 
 
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they_are_tagged_with(
-    engine, learner, pusher, models
+    engine, learner, pusher, models, one_engine, mode
 ):
-    """A, B, A, B during the same rollouts; more rollouts than run at a time, so that some are aborted while waiting."""
+    """A, B, A, B during the same rollouts; more rollouts than run at a time, so that some wait when a push comes.
+
+    In mode ``keep`` the KV cache is recomputed, so the tokens are exactly those of the weights there too; in mode
+    ``wait`` what waits at vLLM runs to its end as well.
+    """
+    one_engine.mode = mode
     by_version = {await push(pusher, learner, models["A"]): models["A"]}
     started = prompts(MAX_RUNNING + 2)
     task = asyncio.create_task(engine.generate(started))
-    for name in ("B", "A", "B"):
+    for name in ("B",) if mode == "wait" else ("B", "A", "B"):  # after a wait nothing is left to be pushed into
         await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
         by_version[await push(pusher, learner, models[name])] = models[name]
     finished = (await asyncio.wait_for(task, timeout=300)).rollouts
 
     assert [rollout.id for rollout in finished] == [rollout.id for rollout in started]
-    assert max(rollout.version_count for rollout in finished) >= 3
+    assert max(rollout.version_count for rollout in finished) == {"abort": 4, "keep": 4, "wait": 1}[mode]
+    assert max(rollout.resumes for rollout in finished) == {"abort": 3, "keep": 0, "wait": 0}[mode]
     for rollout in finished:
         assert len(rollout.response_token_ids) == MAX_TOKENS
         assert rollout.finish_reason == "length"
@@ -178,10 +191,48 @@ async def test_a_paused_engine_holds_new_rollouts_and_serves_them_after_the_resu
     assert len(rollout.response_token_ids) == MAX_TOKENS
 
 
-async def test_pausing_a_paused_engine_changes_nothing(engine, pusher):
+async def test_pausing_a_paused_engine_and_resuming_a_serving_one_change_nothing_but_warn(engine, pusher, caplog):
     assert await engine.pause() == 0
     assert await engine.pause() == 0
+    assert "is paused already" in caplog.text
     await engine.resume(pusher.published)
+    task = asyncio.create_task(engine.generate(prompts(2)))
+    await sampled(engine, 20)
+    await engine.resume(pusher.published)
+    assert "serves already" in caplog.text
+    for rollout in (await asyncio.wait_for(task, timeout=300)).rollouts:
+        assert len(rollout.response_token_ids) == MAX_TOKENS
+        assert rollout.resumes == 0
+
+
+async def test_an_abort_brings_back_every_request_those_that_still_waited_without_a_token(engine, pusher):
+    """Twice as many rollouts as run at a time: nothing is sampled for the second half before the pause."""
+    task = asyncio.create_task(engine.generate(prompts(2 * MAX_RUNNING)))
+    await sampled(engine, 30)
+    assert await engine.pause() == 2 * MAX_RUNNING
+    assert (await engine.stats())["submitted"] == 0
+    tokens = [len(rollout.response_token_ids) for rollout in await engine.partial_rollouts()]
+    assert tokens.count(0) == MAX_RUNNING
+    await engine.resume(pusher.published)
+    for rollout in (await asyncio.wait_for(task, timeout=300)).rollouts:
+        assert len(rollout.response_token_ids) == MAX_TOKENS
+
+
+async def test_the_prefix_cache_is_empty_after_an_abort_even_with_requests_that_waited(engine, pusher):
+    """128 tokens are a whole block of vLLM's cache on CPU: without the abort, the second request would find them."""
+    long = [Rollout(id=f"long{n}", prompt_token_ids=tuple(3 + (n + k) % 90 for k in range(140))) for n in range(9)]
+    cached = sampling(engine, max_tokens=8)
+    await engine.generate(long[:1], cached)
+    before = (await engine.stats())["cached_tokens"]
+    await engine.generate(long[:1], cached)
+    assert (await engine.stats())["cached_tokens"] == before + 128, "without a pause the prompt is found in the cache"
+    task = asyncio.create_task(engine.generate(long, sampling(engine, max_tokens=200)))
+    await sampled(engine, 30)
+    await engine.pause()
+    before = (await engine.stats())["cached_tokens"]
+    await engine.resume(pusher.published)
+    await asyncio.wait_for(task, timeout=300)
+    assert (await engine.stats())["cached_tokens"] == before
 
 
 async def test_a_weight_update_of_a_serving_engine_is_refused(engine):
@@ -271,3 +322,17 @@ async def test_a_push_while_requests_end_at_stop_strings_loses_none_of_them(
         stops = [position for position, token_id in enumerate(rollout.response_token_ids) if token_id < 3]
         assert stops in ([], [len(rollout.response_token_ids) - 1])
         assert (rollout.finish_reason == "stop") == bool(stops)
+
+
+async def test_a_drained_engine_hands_back_every_rollout_with_its_tokens(engine, pusher):
+    """Last of all: the engine takes nothing any more."""
+    task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING + 2)))
+    await sampled(engine, 60)
+    await engine.drain()
+    returned = await asyncio.wait_for(task, timeout=60)
+    assert returned.reason == "drained"
+    assert sum(len(rollout.response_token_ids) for rollout in returned.rollouts) >= 60
+    assert all(rollout.finish_reason is None for rollout in returned.rollouts)
+    assert (await engine.generate(prompts(1))).reason == "drained"
+    with pytest.raises(EngineError, match="drained"):
+        await engine.resume(pusher.published)
