@@ -35,6 +35,7 @@ from generator.launch import EngineSettings
 from generator.resume import Sampling
 from generator.rollout import Rollout, RolloutError
 from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from trainer.control import request
 from trainer.leave import leave
 from weight_sync.push import Pusher
 
@@ -44,8 +45,8 @@ PROMPT_TOKENS = 6
 BUDGETS = (40, 300)
 """Response budgets are drawn from this range."""
 STEPS_A_KILL = 20
-PAUSE_SECONDS = (2.0, 20.0)
-"""Between two kills, drawn from this range: shorter and longer than an engine takes to start."""
+PAUSE_SECONDS = (0.5, 8.0)
+"""From the moment an engine serves until the next kill: shorter than another takes to start, so often none is left."""
 TINY_BUDGET = 24
 """`sampling.max_tokens` of ci_tiny."""
 VICTIMS = ("EngineCore", "ray::Engine")
@@ -63,7 +64,7 @@ async def pushes(count: int, seed: int) -> dict[str, Any]:
         models[0].save_pretrained(folder)
         engine = Engine(_settings(folder))
         await engine.start()
-    learner = ModuleLearner(models[0], engine)
+    learner = ModuleLearner(tiny_llama(1), engine)
     pusher = Pusher(learner, OneEngine(engine), timeout=120.0)
     memory: list[dict[str, int]] = []
     finished: list[tuple[Rollout, int]] = []
@@ -72,7 +73,7 @@ async def pushes(count: int, seed: int) -> dict[str, Any]:
     sampling = [asyncio.create_task(_keep_sampling(engine, dice, lane, finished, stop)) for lane in range(IN_FLIGHT)]
     for version in range(1, count + 1):
         await asyncio.sleep(dice.choice((0.0, 0.0, 0.02, 0.05, 0.1, 0.2)))
-        learner.model = models[version % 2]
+        learner.model.load_state_dict(models[version % 2].state_dict())
         await pusher.push(version)
         memory.append(_resident())
     stop.set()
@@ -81,7 +82,14 @@ async def pushes(count: int, seed: int) -> dict[str, Any]:
     await engine.shutdown()
     report = check(finished, models)
     report["tokens_lost"] = int(stats["generated_tokens"]) - report["tokens"]
-    return report | {"pushes": count, "memory_growth": growth(memory)}
+    grown = growth(memory)
+    series = {process: [sample.get(process, 0) >> 20 for sample in memory[:: max(1, count // 20)]] for process in grown}
+    return report | {
+        "pushes": count,
+        "memory_growth": max(grown.values()),
+        "memory_growth_by_process": grown,
+        "memory_mib": series,
+    }
 
 
 def _settings(folder: str) -> EngineSettings:
@@ -141,20 +149,24 @@ def check(finished: list[tuple[Rollout, int]], models: list[torch.nn.Module]) ->
 
 
 def _resident() -> dict[str, int]:
-    """Resident bytes of this process and its descendants, by process id."""
+    """Resident bytes of this process and its descendants, by name and process id."""
     me = psutil.Process()
-    return {str(process.pid): process.memory_info().rss for process in [me, *me.children(recursive=True)]}
+    return {
+        f"{process.name()} {process.pid}": process.memory_info().rss for process in [me, *me.children(recursive=True)]
+    }
 
 
-def growth(memory: list[dict[str, int]]) -> float:
-    """The largest growth of any process: mean of its last quarter over mean of its second, less 1."""
+def growth(memory: list[dict[str, int]]) -> dict[str, float]:
+    """How much each process grew: mean of its last quarter over mean of its second, less 1."""
     quarter = max(1, len(memory) // 4)
     early, late = memory[quarter : 2 * quarter] or memory, memory[-quarter:]
-    lasting = set(early[0]) & set(late[-1])
-    means = [
-        [statistics.mean(sample[pid] for sample in part if pid in sample) for part in (early, late)] for pid in lasting
-    ]
-    return max(after / before - 1 for before, after in means)
+    grown = {}
+    for process in sorted(set(early[0]) & set(late[-1])):
+        before, after = (
+            statistics.mean(sample[process] for sample in part if process in sample) for part in (early, late)
+        )
+        grown[process] = after / before - 1
+    return grown
 
 
 # -- part two: kills -------------------------------------------------------------------------------------------------
@@ -188,16 +200,24 @@ def kills(count: int, seed: int) -> dict[str, Any]:
 
 
 def _kill_again_and_again(run: subprocess.Popen[bytes], run_dir: Path, count: int, dice: random.Random) -> list[int]:
-    """Kill an engine process at random moments, from the first step on; the steps done at each kill."""
+    """Kill an engine process at random moments while at least one engine serves; the steps done at each kill."""
     steps_at_kill: list[int] = []
     while run.poll() is None and len(steps_at_kill) < count:
-        time.sleep(dice.uniform(*PAUSE_SECONDS) if steps_at_kill else 1.0)
-        done = _steps(run_dir)
-        victims = _processes(run.pid, dice.choice(VICTIMS))
-        if done and victims:
+        if not _serving(run_dir):
+            time.sleep(0.5)
+            continue
+        time.sleep(dice.uniform(*PAUSE_SECONDS))
+        if victims := _processes(run.pid, dice.choice(VICTIMS)):
             dice.choice(victims).kill()
-            steps_at_kill.append(done)
+            steps_at_kill.append(_steps(run_dir))
     return steps_at_kill
+
+
+def _serving(run_dir: Path) -> int:
+    """How many engines serve; 0 before the run listens."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(request(run_dir, {})["engines_serving"])
+    return 0
 
 
 def _steps(run_dir: Path) -> int:

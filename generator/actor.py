@@ -117,7 +117,9 @@ class RayEngine:
             kind = EngineLostError if isinstance(cause, EngineLostError) else EngineError
             raise self._named(kind(f"{self.name} failed in `{method}`: {type(cause).__name__}: {cause}")) from cause
         except ray.exceptions.RayActorError as error:
-            raise self._named(EngineLostError(f"{self.name} died during `{method}`: {error}")) from error
+            # Ray's own words run over a dozen lines; the first one says what happened.
+            first_line = str(error).partition("\n")[0]
+            raise self._named(EngineLostError(f"{self.name} died during `{method}`: {first_line}")) from error
         except TimeoutError as error:  # last: what Ray raises for a remote TimeoutError is one too
             late = f"{self.name} did not answer `{method}` within {seconds:.0f} s"
             raise self._named(EngineLostError(late)) from error

@@ -73,14 +73,17 @@ class ModuleLearner:
         self.model = model
         self._engine = engine
         self._sender: WeightSender | None = None
+        self._connected: torch.nn.Module | None = None
 
     async def prepare(self) -> Any:
-        """Connect for the model at hand, and say what will be sent."""
-        if self._sender is not None:
-            self._sender.close()
-        client = LoopClient(self._engine, asyncio.get_running_loop())
-        self._sender = WeightSender(DeepSpeedSource(self.model), backend="gloo", bucket_bytes=50_000, timeout=120.0)
-        await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
+        """Connect if ``model`` is another one than last time, and say what will be sent."""
+        if self._sender is None or self._connected is not self.model:
+            if self._sender is not None:
+                self._sender.close()
+            self._connected = self.model
+            client = LoopClient(self._engine, asyncio.get_running_loop())
+            self._sender = WeightSender(DeepSpeedSource(self.model), backend="gloo", bucket_bytes=50_000, timeout=120.0)
+            await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
         return self._sender.prepare()
 
     async def send(self, version: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -322,6 +323,26 @@ async def test_a_push_while_requests_end_at_stop_strings_loses_none_of_them(
         stops = [position for position, token_id in enumerate(rollout.response_token_ids) if token_id < 3]
         assert stops in ([], [len(rollout.response_token_ids) - 1])
         assert (rollout.finish_reason == "stop") == bool(stops)
+
+
+async def test_a_rollout_without_progress_is_submitted_again_and_fails_after_so_many_tries(engine, pusher, monkeypatch):
+    """vLLM's core is stopped, as by a driver that hangs, and goes on afterwards."""
+    impatient = replace(engine.settings, rollout_timeout=1.0, rollout_tries=2)
+    monkeypatch.setattr(engine, "settings", impatient)
+    core = next(p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    task = asyncio.create_task(engine.generate(prompts(2), sampling(engine, max_tokens=440)))
+    await sampled(engine, 20)
+    core.suspend()
+    try:
+        (one, other) = (await asyncio.wait_for(task, timeout=60)).rollouts
+    finally:
+        core.resume()
+    assert one.finish_reason == other.finish_reason == "failed"
+    assert len(one.response_token_ids) >= 5
+    assert one.resumes == 1
+    monkeypatch.undo()
+    (after,) = (await engine.generate(prompts(1))).rollouts
+    assert len(after.response_token_ids) == MAX_TOKENS
 
 
 async def test_a_drained_engine_hands_back_every_rollout_with_its_tokens(engine, pusher):
