@@ -9,7 +9,7 @@ and given apart. Two measurements at each number in flight:
 
 - the whole loop, from when as many rollouts are finished as are in flight, until ``--rollouts`` more are; there is a
   push after every 512 of them;
-- pushes alone, with all rollouts in flight and none finishing, and the calls that a push makes to engines.
+- pushes alone, with all rollouts handed in and none finishing, and the calls that a push makes to engines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from benchmarks.default_run import machine, table
 from generator.pool import EnginePool, PoolSettings
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout
-from generator.simulated import SimulatedEngine, SimulatedSettings
+from generator.simulated import SimulatedEngine
+from generator.simulated_stream import SimulatedSettings
 from generator.virtual_time import VirtualTimeLoop
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
@@ -142,17 +143,16 @@ def driver_seconds() -> float:
 
 
 @asynccontextmanager
-async def engines(in_flight: int, token_seconds: float) -> AsyncIterator[tuple[EnginePool, Pusher, Hosted]]:
-    """A started pool with room for ``in_flight`` rollouts."""
-    room = max(4, -(-in_flight // ENGINES))
-    settings = SimulatedSettings(SAMPLING, max_running=room, token_seconds=token_seconds)
+async def engines(max_running: int) -> AsyncIterator[tuple[EnginePool, Pusher, Hosted]]:
+    """A started pool of engines with room for ``max_running`` rollouts each."""
+    settings = SimulatedSettings(SAMPLING, max_running=max_running)
     context = multiprocessing.get_context("fork")  # a spawned one would import torch again, for seconds, each time
     ours, theirs = context.Pipe()
     process = context.Process(target=host, args=(theirs, settings), daemon=True)
     process.start()
     theirs.close()
     hosted = Hosted(ours)
-    pool = EnginePool(lambda number: Link(f"engine {number}", hosted), PoolSettings(ENGINES, room))
+    pool = EnginePool(lambda number: Link(f"engine {number}", hosted), PoolSettings(ENGINES))
     sender = SimulatedSender()
 
     async def connect() -> None:
@@ -225,7 +225,7 @@ async def measure_loop(in_flight: int, rollouts: int) -> tuple[float, float]:
         sampling=SamplingConfig(group_size=GROUP_SIZE),
         staleness=StalenessConfig(max_versions=versions),
     )
-    async with engines(in_flight, token_seconds=0.02) as (pool, pusher, _):
+    async with engines(max_running=max(4, -(-in_flight // ENGINES))) as (pool, pusher, _):
         parts = Parts(
             config=config,
             prompts=PromptStream([Prompt(number, (1, 2, 3), "", {}) for number in range(10_000)], seed=0),
@@ -250,7 +250,7 @@ async def measure_loop(in_flight: int, rollouts: int) -> tuple[float, float]:
 
 async def measure_push(in_flight: int) -> tuple[float, float]:
     """CPU seconds of the driver per push, and calls to engines per push, with ``in_flight`` rollouts unfinished."""
-    async with engines(in_flight, token_seconds=1e9) as (pool, pusher, hosted):
+    async with engines(max_running=0) as (pool, pusher, hosted):
         await pusher.push(0)
         groups = [[Rollout(f"{g}-{r}", (1, 2, 3)) for r in range(GROUP_SIZE)] for g in range(in_flight // GROUP_SIZE)]
         tasks = [asyncio.create_task(pool.generate(group)) for group in groups]
