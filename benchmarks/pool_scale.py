@@ -1,15 +1,15 @@
 """What the driver pays for many rollouts in flight: CPU time per finished rollout, and per push.
 
-    python -m benchmarks.pool_scale [--quick] [--repeat 5] [--json PATH]
+    python -m benchmarks.pool_scale [--quick] [--repeat 3] [--json PATH]
 
 64 simulated engines under the real engine pool, pusher, admission, batches and main loop; learner and rewards do
-nothing. The engines live in a process of their own, whose virtual time passes whenever it has nothing to do, so the CPU
-time of this process is the driver's, the messages to engines included: a pipe stands in for Ray. Two measurements at
-each number in flight:
+nothing. The engines live in a process of their own, whose virtual time passes whenever it has nothing to do. The CPU
+time of this process is therefore the driver's; what the pipe between the two takes, which stands in for Ray, is timed
+and given apart. Two measurements at each number in flight:
 
 - the whole loop, from when as many rollouts are finished as are in flight, until ``--rollouts`` more are; there is a
   push after every 512 of them;
-- pushes alone, with all rollouts in flight and none finishing, and the calls that a push makes to engines.
+- pushes alone, with all rollouts handed in and none finishing, and the calls that a push makes to engines.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import contextlib
 import gc
 import json
 import multiprocessing
+import queue
 import statistics
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +34,8 @@ from benchmarks.default_run import machine, table
 from generator.pool import EnginePool, PoolSettings
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout
-from generator.simulated import SimulatedEngine, SimulatedSettings
+from generator.simulated import SimulatedEngine
+from generator.simulated_stream import SimulatedSettings
 from generator.virtual_time import VirtualTimeLoop
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
@@ -53,22 +56,29 @@ def host(pipe: Connection, settings: SimulatedSettings) -> None:
     engines: dict[str, SimulatedEngine] = {}
     loop = VirtualTimeLoop(wait_for_others=True)
     calls: set[asyncio.Task[None]] = set()
+    answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+
+    def send() -> None:  # in a thread: were both ends to wait until the other one reads, they would for ever
+        with contextlib.suppress(OSError):
+            while True:
+                pipe.send(answers.get())
 
     async def answer(number: int, name: str, method: str, arguments: tuple[Any, ...]) -> None:
         engine = engines.setdefault(name, SimulatedEngine(name, settings))
-        pipe.send((number, await getattr(engine, method)(*arguments)))
+        answers.put((number, await getattr(engine, method)(*arguments)))
 
     def receive() -> None:
         while pipe.poll():
             try:
                 message = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 loop.stop()
                 return
             task = loop.create_task(answer(*message))
             calls.add(task)
             task.add_done_callback(calls.discard)
 
+    threading.Thread(target=send, daemon=True).start()
     loop.add_reader(pipe.fileno(), receive)
     loop.run_forever()
 
@@ -93,6 +103,9 @@ class Link:
 class Hosted:
     """The driver's end of the pipe."""
 
+    seconds = 0.0
+    """CPU seconds that messages took, packing and unpacking included."""
+
     def __init__(self, pipe: Connection) -> None:
         self.calls = 0
         self._pipe = pipe
@@ -103,29 +116,43 @@ class Hosted:
         """Send a call; the future of its answer."""
         self.calls += 1
         answer = self._open[self.calls] = asyncio.get_running_loop().create_future()
-        self._pipe.send((self.calls, name, method, arguments))
+        with metered():
+            self._pipe.send((self.calls, name, method, arguments))
         return answer
 
     def _receive(self) -> None:
-        while self._pipe.poll():
+        """One answer at a time, as it comes; the loop calls again while there are more."""
+        with metered():
             number, result = self._pipe.recv()
-            answer = self._open.pop(number)
-            if not answer.done():
-                answer.set_result(result)
+        answer = self._open.pop(number)
+        if not answer.done():
+            answer.set_result(result)
+
+
+@contextlib.contextmanager
+def metered() -> Iterator[None]:
+    """Count the CPU time of what is inside as the pipe's."""
+    started = time.thread_time()
+    yield
+    Hosted.seconds += time.thread_time() - started
+
+
+def driver_seconds() -> float:
+    """CPU seconds of this process, without the pipe."""
+    return time.process_time() - Hosted.seconds
 
 
 @asynccontextmanager
-async def engines(in_flight: int, token_seconds: float) -> AsyncIterator[tuple[EnginePool, Pusher, Hosted]]:
-    """A started pool with room for ``in_flight`` rollouts."""
-    room = max(4, -(-in_flight // ENGINES))
-    settings = SimulatedSettings(SAMPLING, max_running=room, token_seconds=token_seconds)
+async def engines(max_running: int) -> AsyncIterator[tuple[EnginePool, Pusher, Hosted]]:
+    """A started pool of engines with room for ``max_running`` rollouts each."""
+    settings = SimulatedSettings(SAMPLING, max_running=max_running)
     context = multiprocessing.get_context("fork")  # a spawned one would import torch again, for seconds, each time
     ours, theirs = context.Pipe()
     process = context.Process(target=host, args=(theirs, settings), daemon=True)
     process.start()
     theirs.close()
     hosted = Hosted(ours)
-    pool = EnginePool(lambda number: Link(f"engine {number}", hosted), PoolSettings(ENGINES, room))
+    pool = EnginePool(lambda number: Link(f"engine {number}", hosted), PoolSettings(ENGINES))
     sender = SimulatedSender()
 
     async def connect() -> None:
@@ -147,8 +174,8 @@ class Nothing:
     def __init__(self, warm_up: int, rollouts: int) -> None:
         self._marks = [warm_up, warm_up + rollouts]
         self._finished = 0
-        self.seconds: list[float] = []
-        """The driver's CPU time at the marks."""
+        self.seconds: list[tuple[float, float]] = []
+        """CPU time of the driver and of the pipe at the marks."""
         self.done = asyncio.Event()
 
     async def train(self, rollouts: Any, version: int) -> dict[str, float]:
@@ -161,7 +188,7 @@ class Nothing:
         self._finished += len(group.rollouts)
         while self._marks and self._finished >= self._marks[0]:
             self._marks.pop(0)
-            self.seconds.append(time.process_time())
+            self.seconds.append((driver_seconds(), Hosted.seconds))
         if not self._marks:
             self.done.set()
 
@@ -185,8 +212,8 @@ class Nothing:
         pass
 
 
-async def measure_loop(in_flight: int, rollouts: int) -> float:
-    """CPU seconds of the driver per finished rollout, with ``in_flight`` of them at a time."""
+async def measure_loop(in_flight: int, rollouts: int) -> tuple[float, float]:
+    """CPU seconds of the driver, and of the pipe, per finished rollout, with ``in_flight`` of them at a time."""
     nothing: Any = Nothing(in_flight, rollouts)
     groups = in_flight // GROUP_SIZE
     versions = groups // BATCH_PROMPTS + 2
@@ -198,7 +225,7 @@ async def measure_loop(in_flight: int, rollouts: int) -> float:
         sampling=SamplingConfig(group_size=GROUP_SIZE),
         staleness=StalenessConfig(max_versions=versions),
     )
-    async with engines(in_flight, token_seconds=0.02) as (pool, pusher, _):
+    async with engines(max_running=max(4, -(-in_flight // ENGINES))) as (pool, pusher, _):
         parts = Parts(
             config=config,
             prompts=PromptStream([Prompt(number, (1, 2, 3), "", {}) for number in range(10_000)], seed=0),
@@ -218,12 +245,12 @@ async def measure_loop(in_flight: int, rollouts: int) -> float:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     begun, ended = nothing.seconds
-    return float(ended - begun) / rollouts
+    return (ended[0] - begun[0]) / rollouts, (ended[1] - begun[1]) / rollouts
 
 
 async def measure_push(in_flight: int) -> tuple[float, float]:
     """CPU seconds of the driver per push, and calls to engines per push, with ``in_flight`` rollouts unfinished."""
-    async with engines(in_flight, token_seconds=1e9) as (pool, pusher, hosted):
+    async with engines(max_running=0) as (pool, pusher, hosted):
         await pusher.push(0)
         groups = [[Rollout(f"{g}-{r}", (1, 2, 3)) for r in range(GROUP_SIZE)] for g in range(in_flight // GROUP_SIZE)]
         tasks = [asyncio.create_task(pool.generate(group)) for group in groups]
@@ -232,9 +259,9 @@ async def measure_push(in_flight: int) -> tuple[float, float]:
         calls = hosted.calls
         seconds = []
         for version in range(2, PUSHES + 2):
-            started = time.process_time()
+            started = driver_seconds()
             await pusher.push(version)
-            seconds.append(time.process_time() - started)
+            seconds.append(driver_seconds() - started)
             assert pool.interrupted == in_flight, "every rollout should have been in flight"
         calls = hosted.calls - calls
         for task in tasks:
@@ -245,8 +272,10 @@ async def measure_push(in_flight: int) -> tuple[float, float]:
 
 def measure(sizes: list[int], rollouts: int, repeat: int) -> list[dict[str, Any]]:
     """A row of figures a size: medians of ``repeat`` measurements, taken in turns."""
-    loops: dict[int, list[float]] = {size: [] for size in sizes}
+    loops: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
     pushes: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again and again
     for _ in range(repeat):
         for size in sizes:
             gc.collect()
@@ -256,9 +285,10 @@ def measure(sizes: list[int], rollouts: int, repeat: int) -> list[dict[str, Any]
     return [
         {
             "in_flight": size,
-            "driver_us_per_rollout": 1e6 * statistics.median(loops[size]),
-            "fastest": 1e6 * min(loops[size]),
-            "slowest": 1e6 * max(loops[size]),
+            "driver_us_per_rollout": 1e6 * statistics.median(driver for driver, _ in loops[size]),
+            "fastest": 1e6 * min(driver for driver, _ in loops[size]),
+            "slowest": 1e6 * max(driver for driver, _ in loops[size]),
+            "pipe_us_per_rollout": 1e6 * statistics.median(pipe for _, pipe in loops[size]),
             "driver_ms_per_push": 1e3 * statistics.median(seconds for seconds, _ in pushes[size]),
             "calls_per_push": statistics.median(calls for _, calls in pushes[size]),
         }
@@ -270,8 +300,8 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="100 and 1,000 in flight, 1,000 rollouts, once")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--rollouts", type=int, default=10_000, help="finished rollouts that are measured")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=20_000, help="finished rollouts that are measured")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:

@@ -117,6 +117,8 @@ class Roster:
 
         Raises :class:`EngineError` when there will be no engine any more, or after ``serve_timeout``.
         """
+        if self._failure is None and (result := found()):
+            return result  # by far the commonest case needs no timer
         limit = self.settings.serve_timeout
         try:
             async with asyncio.timeout(limit) as deadline:

@@ -9,7 +9,6 @@ What to submit next is decided by :mod:`generator.resume`, as in the real engine
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import heapq
 import itertools
 from collections import Counter, deque
@@ -20,53 +19,7 @@ from typing import Any
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.resume import Finished, Sampling, next_submission
 from generator.rollout import Rollout, Segment
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedSettings:
-    """How a simulated engine behaves. Times are in seconds of the event loop's clock."""
-
-    sampling: Sampling
-    seed: int = 0
-    """Of the token stream: the same for all engines of a pool."""
-    vocabulary: int = 1000
-    max_running: int = 64
-    """Requests that are sampled at a time; others wait for them."""
-    token_seconds: float = 0.02
-    """From one token of a request to its next."""
-    start_seconds: float = 30.0
-    latency: float = 0.0
-    """What a call takes to arrive, and its answer to come back."""
-    answer_timeout: float = 30.0
-    """After so long without an answer a call fails; ``generate`` has no deadline."""
-
-
-def stream_token(settings: SimulatedSettings, rollout_id: str, position: int) -> tuple[int, float]:
-    """Token and log-probability at a position of the response. Ids are 0 .. ``vocabulary - 1``, natural logarithms."""
-    text = f"{settings.seed}/{rollout_id}/{position}"
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    return (number >> 16) % settings.vocabulary, -(1 + number % 65536) / 8192
-
-
-def whole_stream(settings: SimulatedSettings, sampling: Sampling, rollout: Rollout) -> list[tuple[int, float]]:
-    """What is still to be sampled of ``rollout`` until it is finished. Stop tokens are passed over before the minimum.
-
-    Raises ``ValueError`` when the prompt fills the context.
-    """
-    decision = next_submission(sampling, rollout)
-    if isinstance(decision, Finished):
-        return []
-    done = len(rollout.response_token_ids)
-    tokens: list[tuple[int, float]] = []
-    for position in range(done, done + decision.max_tokens):
-        token, logprob = stream_token(settings, rollout.id, position)
-        if token in sampling.stop_token_ids:
-            if position >= sampling.min_tokens:
-                return [*tokens, (token, logprob)]
-            while token in sampling.stop_token_ids:
-                token = (token + 1) % settings.vocabulary
-        tokens.append((token, logprob))
-    return tokens
+from generator.simulated_stream import SimulatedSettings, whole_stream
 
 
 @dataclass(eq=False, slots=True)

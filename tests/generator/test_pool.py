@@ -16,7 +16,8 @@ from generator.link import EngineError
 from generator.pool import EnginePool, PoolSettings
 from generator.resume import Sampling
 from generator.rollout import Rollout
-from generator.simulated import SimulatedEngine, SimulatedSettings, whole_stream
+from generator.simulated import SimulatedEngine
+from generator.simulated_stream import SimulatedSettings, whole_stream
 from weight_sync.push import Pusher, PushError
 from weight_sync.simulated import SimulatedSender
 
@@ -451,6 +452,23 @@ def test_a_push_whose_caller_gives_up_at_the_gate_leaves_no_engine_paused():
         check(rollouts, published=0)
 
     run(test)
+
+
+def test_an_engine_that_joined_does_not_serve_after_a_push_that_never_reached_it():
+    async def test(world: World) -> None:
+        await world.pool.set_count(3)
+        pushing = asyncio.create_task(world.push(1))
+        await asyncio.sleep(0.05)
+        pushing.cancel()
+        (ended,) = await asyncio.gather(pushing, return_exceptions=True)
+        assert isinstance(ended, asyncio.CancelledError)
+        assert not getattr(ended, "__notes__", ()), "the engines that held the old version should have been resumed"
+        assert world.pool.serving == 2
+        assert world.pool.joined.is_set()
+        await world.push(1)
+        assert world.pool.serving == 3
+
+    run(test, equipping=False)
 
 
 def test_a_push_costs_a_fixed_number_of_calls_per_engine_however_many_rollouts_are_in_flight():

@@ -12,7 +12,8 @@ from generator import virtual_time
 from generator.link import EngineError, EngineLostError
 from generator.resume import Sampling
 from generator.rollout import Rollout
-from generator.simulated import SimulatedEngine, SimulatedSettings, stream_token, whole_stream
+from generator.simulated import SimulatedEngine
+from generator.simulated_stream import SimulatedSettings, stream_token, whole_stream
 
 STOPS = frozenset(range(20))
 SAMPLING = Sampling(max_tokens=64, stop_token_ids=STOPS)

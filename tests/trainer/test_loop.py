@@ -15,7 +15,8 @@ from generator.pool import EnginePool, PoolSettings
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
 from generator.roster import ABLE
-from generator.simulated import SimulatedEngine, SimulatedSettings, whole_stream
+from generator.simulated import SimulatedEngine
+from generator.simulated_stream import SimulatedSettings, whole_stream
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
