@@ -11,6 +11,13 @@ RECIPE ?= gsm8k_fully_async
 # What runs from here finds the tools of the environment (ninja, ray), as it would in an activated one.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
+# `make train steps=5` would train with the recipe's own number of steps, and nobody would notice.
+KNOWN := ARGS RECIPE TESTS LOCK MIDFLIGHT_% VENV PYTHON MAKE%
+UNKNOWN := $(filter-out $(KNOWN),$(foreach v,$(.VARIABLES),$(if $(findstring command,$(origin $(v))),$(v))))
+ifneq ($(strip $(UNKNOWN)),)
+$(error make knows no variable $(UNKNOWN); overrides go into ARGS, as in: make train ARGS="steps=5")
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lint format lock clean distclean
 

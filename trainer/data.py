@@ -154,7 +154,7 @@ class PromptStream:
                 what = "the prompts are not the same" if name == "fingerprint" else f"{name} was {state[name]}"
                 raise DataError(
                     f"the checkpoint's position in the data does not fit this run: {what}. Resume with the data set, "
-                    "prompt format and seed of the checkpoint, or start afresh with resume=never"
+                    "prompt format and seed of the checkpoint, or start afresh in another run_dir"
                 )
         self._start_epoch(int(state["epoch"]))
         self._cursor = int(state["cursor"])

@@ -65,6 +65,8 @@ class Learner:
             # The policy reads the head's weight outside of the head's own forward.
             for parameter in policy.model.get_output_embeddings().parameters():
                 deepspeed.zero.register_external_parameter(policy, parameter)
+        if world_size == 1:
+            self._watch_layers(policy)
         self._engine, *_ = deepspeed.initialize(
             model=policy, optimizer=lambda parameters: adamw(parameters, spec), config=deepspeed_config(spec)
         )
@@ -75,8 +77,28 @@ class Learner:
         return int(self._engine.global_steps - self._engine.skipped_steps)
 
     def interrupt(self) -> None:
-        """Have a running :meth:`train` give up before its next micro-batch. Called on every rank, from any thread."""
+        """Have a running :meth:`train` give up. Called on every rank, from any thread.
+
+        A single rank does so before its next layer, forward or backward; several, which must stay together, before
+        their next micro-batch.
+        """
         self._interrupted.set()
+
+    def _watch_layers(self, policy: torch.nn.Module) -> None:
+        """Look for an interrupt before each layer: on a slow machine a micro-batch takes longer than one may wait."""
+
+        def look(*_: Any) -> None:
+            if self._interrupted.is_set():
+                raise self._given_up()
+
+        for module in policy.modules():
+            if isinstance(module, torch.nn.ModuleList):
+                for layer in module:
+                    layer.register_forward_pre_hook(look)
+                    layer.register_full_backward_pre_hook(look)
+
+    def _given_up(self) -> InterruptedError:
+        return InterruptedError(f"optimizer step {self.steps_done + 1} was given up; no step was taken")
 
     @property
     def engine(self) -> Any:
@@ -208,7 +230,7 @@ class Learner:
         for number, rows in enumerate(mine):
             if self._is_interrupted():
                 self._engine.zero_grad()
-                raise InterruptedError(f"optimizer step {self.steps_done + 1} was given up; no step was taken")
+                raise self._given_up()
             micro = build_micro_batch(rows, version, plan.packing).to(self._device)
             self._engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             logprobs, entropy = self._forward(micro)

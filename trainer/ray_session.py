@@ -76,4 +76,12 @@ def _start(config: Config) -> None:
         logging.getLogger(source).setLevel(logging.ERROR)
     local = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
     where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
-    ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        # Ray gives a node 30 seconds, which a busy machine can exceed; what it has read once it reads faster.
+        logging.getLogger(__name__).warning("Ray did not start within 30 s: the machine is busy; trying once more")
+        ray.shutdown()
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.loop import Parts
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+SAME_SIGNAL_SECONDS = 1.0
 
 
 def run(config: Config, ray_session: RaySession) -> int:
@@ -132,8 +133,12 @@ async def save_on_interrupt(parts: Parts) -> None:
                 await asyncio.to_thread(report_step, parts, {})
             path = await save_checkpoint(parts)
     except Exception as error:
-        raise RuntimeError(f"interrupted, and no checkpoint could be written: {root_cause(error)!r}") from error
-    parts.watch.source("checkpoint", str(path), "the same command with this run_dir continues from it")
+        what = f"not within {parts.config.shutdown.timeout:g} s (shutdown.timeout)"
+        cause = what if isinstance(error, TimeoutError) else repr(root_cause(error))
+        raise RuntimeError(f"interrupted, and no checkpoint could be written: {cause}") from error
+    parts.watch.source(
+        "checkpoint", str(path), f"the same command with run_dir={parts.watch.run_dir} continues from it"
+    )
 
 
 def write_traceback(config: Config, error: BaseException) -> None:
@@ -145,15 +150,19 @@ def write_traceback(config: Config, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _interrupts(task: asyncio.Task[Any]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM cancels ``task``; the second ends the process at once."""
+    """The first SIGINT or SIGTERM cancels ``task``; a later one ends the process at once.
+
+    ``timeout`` and ``make`` send a signal to a process and to its group: what comes within a moment is the same one.
+    """
     loop = asyncio.get_running_loop()
-    seen: list[int] = []
+    first: list[float] = []
 
     def handle() -> None:
-        seen.append(1)
-        if len(seen) > 1:
+        if first and loop.time() - first[0] > SAME_SIGNAL_SECONDS:
             os._exit(EXIT_INTERRUPTED)
-        task.cancel()
+        if not first:
+            first.append(loop.time())
+            task.cancel()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:

@@ -86,7 +86,7 @@ def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> RunSt
     if state.model != config.model.path:
         raise ConfigError(
             f"the checkpoint {checkpoint} is of `model.path={state.model}`, the run has `model.path="
-            f"{config.model.path}`; take another run_dir, or `resume=never`"
+            f"{config.model.path}`; take another run_dir"
         )
     if state.step > config.steps:
         raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")

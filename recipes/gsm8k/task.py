@@ -81,7 +81,7 @@ class GSM8K:
             return TaskData(rows, f"{len(rows)} rows of {context.data_path}", "data.path is set")
         source = context.options.get("source", "auto")
         if source == "generated":
-            return _generated(context, "data.options.source is generated")
+            return _generated(context, "data.options.source is generated; hub takes openai/gsm8k")
         try:
             train, test, how = read_hub(context.hub_reachable)
         except HubError as error:

@@ -92,6 +92,8 @@ def worker(rank: int, world: int, port: int, folder: Path) -> None:
     for stage in (0, 2):
         results[f"continued {stage}"] = continued(learner, stage, folder, rank)
         results[f"not finite {stage}"] = not_finite(learner, stage, folder, rank)
+    for stage in (0, 2, 3) if world == 1 else ():
+        results[f"interrupted {stage}"] = interrupted(learner, stage, folder, rank)
     one = learner(stage=2)
     one.train(batch(groups=1, size=1), version=0)  # with two ranks, one of them has nothing to do
     results["one rollout"] = exported(one, folder / "export", rank)
@@ -124,6 +126,27 @@ def continued(learner: Any, stage: int, folder: Path, rank: int) -> tuple[dict, 
     resumed = exported(other, folder / "export", rank)
     other.close()
     return uninterrupted, resumed
+
+
+def interrupted(learner: Any, stage: int, folder: Path, rank: int) -> tuple[str, int, dict, dict]:
+    """A step that is interrupted when its only forward pass is through, so inside its backward pass; then a save."""
+    one = learner(stage=stage, budget=10_000)
+    one.train(batch(0), version=0)
+    before = exported(one, folder / "export", rank)
+    layers = next(module for module in one.engine.module.modules() if isinstance(module, torch.nn.ModuleList))
+    layers[-1].register_forward_hook(lambda *_: one.interrupt())
+    error = "none"
+    try:
+        one.train(batch(1), version=1)
+    except InterruptedError as interrupt:
+        error = str(interrupt)
+    one.save(folder / f"interrupted{stage}")
+    one.close()
+    other = learner(stage=stage)
+    other.load(folder / f"interrupted{stage}")
+    steps, after = other.steps_done, exported(other, folder / "export", rank)
+    other.close()
+    return error, steps, before, after
 
 
 def not_finite(learner: Any, stage: int, folder: Path, rank: int) -> tuple[str, dict, dict]:
@@ -303,3 +326,15 @@ def test_bfloat16_never_uses_the_stage_that_accumulates_gradients_in_bfloat16():
 def test_an_unknown_dtype_is_refused_before_anything_starts():
     with pytest.raises(ValueError, match=r"float16.*float32 or bfloat16"):
         Learner(LearnerSpec("m", dtype="float16", algorithm=AlgorithmConfig()), 0, 1, "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_interrupt_ends_a_step_inside_its_micro_batch_and_the_weights_before_it_can_be_saved(results, stage):
+    if f"interrupted {stage}" not in results[1]:
+        pytest.skip("several ranks give up between micro-batches only")
+    error, steps, before, after = results[1][f"interrupted {stage}"]
+    assert error == "optimizer step 2 was given up; no step was taken"
+    assert steps == 1
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, atol=0, rtol=0)

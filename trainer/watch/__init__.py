@@ -20,6 +20,8 @@ from trainer.watch.run_folder import RunFolder, RunFolderError
 from trainer.watch.trace import Trace
 from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["PushRecord", "RunFolderError", "Watch"]
 
 Status = Literal["done", "failed", "interrupted"]
@@ -56,6 +58,7 @@ class Watch:
         self._started = self._stepped = time.monotonic()
         self._generated_at_step = 0
         self._closed = False
+        self._warned = False
         self.console.start(f"Midflight: {config.name}, {config.steps} steps")
         self.source("run folder", str(self.run_dir), f"continued after step {resume_step}" if resume_step else "")
         self._wandb = WandbLog(
@@ -120,6 +123,7 @@ class Watch:
             )  # fmt: skip
             self._totals.add_step(groups, full.get("reward/mean"))
         self._stepped, self._generated_at_step, self._steps_done = now, generated, step
+        self._warn_of_no_signal(step, full)
         self._folder.append_metrics(step, full)
         if _due(step, self._config.logger.rollouts.every):
             self._folder.write_rollouts(step, groups, advantages)
@@ -131,6 +135,18 @@ class Watch:
             table = (TABLE_COLUMNS, rows)
         self._wandb.step({"step": step, **full}, table)
         return full
+
+    def _warn_of_no_signal(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once, when nothing can be learned because no response comes to its end: zeros look like any other run."""
+        cut = metrics.get("completions/truncated_fraction") == 1.0
+        if cut and metrics.get("group/zero_variance_fraction") == 1.0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "step %d: every response was cut at sampling.max_tokens=%d and no group has different rewards, so "
+                "nothing was learned; more tokens may help",
+                step,
+                self._config.sampling.max_tokens,
+            )
 
     def summary(self, status: Status | Literal["running"] = "running", error: str | None = None) -> dict[str, Any]:
         """The totals so far, with the keys of ``summary.json``."""

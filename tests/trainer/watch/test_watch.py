@@ -108,3 +108,17 @@ def test_a_resumed_run_continues_its_totals_and_its_lines(tmp_path, config, scor
     assert (summary["tokens/trained"], summary["push/count"], summary["steps"]) == (32, 4, 4)
     assert summary["wall_seconds"] >= state["wall_seconds"]
     assert "continued after step 2" in stream.getvalue()
+
+
+def test_a_run_that_cannot_learn_because_every_response_is_cut_says_so_once(tmp_path, config, scored, group, caplog):
+    watch = Watch(config, tmp_path / "run", stream=io.StringIO())
+    watch.begin()
+    learning = [group(scored(1.0, ((0, 3),), "length"), scored(0.0, ((0, 5),), "length"))]
+    watch.step(1, {}, learning, [[1.0, -1.0]], version=0)
+    assert "nothing was learned" not in caplog.text
+    hopeless = [group(scored(0.0, ((0, 3),), "length"), scored(0.0, ((0, 5),), "length"))]
+    for step in (2, 3):
+        watch.step(step, {}, hopeless, [[0.0, 0.0]], version=step - 1)
+    assert caplog.text.count("nothing was learned") == 1
+    assert "sampling.max_tokens=256" in caplog.text
+    watch.close("done")
