@@ -1,6 +1,7 @@
 """README and docs name only what exists."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_every_make_train_command_on_a_page_composes(page):
         command = line.split("#")[0]
         recipe = re.search(r"RECIPE=(\w+)", command)
         arguments = re.search(r'ARGS="([^"]*)"', command)
-        overrides = arguments[1].split() if arguments else []
+        overrides = shlex.split(arguments[1]) if arguments else []
         compose_config([f"recipe={recipe[1] if recipe else 'gsm8k_fully_async'}", "hardware=cpu", *overrides])
 
 
@@ -51,3 +52,12 @@ def test_a_generated_page_is_what_the_code_says_now(name):
 
 def test_every_configuration_key_has_a_meaning():
     assert "|  |" not in GENERATED["configuration.md"]()
+
+
+def test_the_reward_functions_of_the_docs_work():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-task.md").read_text(), flags=re.DOTALL)
+    functions: dict = {}
+    exec(code[1], functions)
+    columns = {"prompts": ["", ""], "completions": ["it is 7", "8"], "answer": ["3 + 4 #### 7", "#### 7"]}
+    assert functions["right"](**columns) == [1.0, 0.0]
+    assert functions["short"](**columns) == [1.0, 1.0]
