@@ -21,15 +21,10 @@ class DeadlockError(RuntimeError):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 seconds. Work for a thread is done at once, in the caller's thread, and takes no virtual time.
+    """Starts at 0 seconds. Work for a thread is done at once, in the caller's thread, and takes no virtual time."""
 
-    Where nothing is left that time could bring, :class:`DeadlockError` is raised, or, with ``wait_for_others``, other
-    processes are waited for.
-    """
-
-    def __init__(self, *, wait_for_others: bool = False) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
-        self.wait_for_others = wait_for_others
         super().__init__(_NeverSleeping(self))
 
     def time(self) -> float:
@@ -56,8 +51,6 @@ class _NeverSleeping(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if events := super().select(0):
             return events
-        if timeout is None and self._loop.wait_for_others:
-            return super().select(None)
         if timeout is None:
             raise DeadlockError(f"at {self._loop.now:.3f} s of virtual time everybody waits for somebody else")
         self._loop.now += max(0.0, timeout)

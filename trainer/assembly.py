@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from generator.actor import RayEngine
 from generator.pool import EnginePool
 from trainer.admission import Admission
+from trainer.collector import relax_collector
 from trainer.config import Config
 from trainer.conversation import TextCodec
 from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn
@@ -57,6 +58,7 @@ async def assemble(
             learner = await asyncio.to_thread(_make_learner, config, inputs)
             stack.push_async_callback(learner.close)
             starting.create_task(learner.start())
+        relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
         parts = _parts(config, inputs, watch, engines, learner)
         parts.check_resources = lambda changed: check_resources(changed, resources)
