@@ -254,7 +254,8 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_p
 def test_a_killed_run_leaves_no_process(tmp_path):
     code, _, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path)
     assert code == -signal.SIGKILL, output
-    assert no_process_left(patience=60), processes_of_this_test()
+    # Nobody ends Ray's agents then but they themselves, after about a minute in which they try to report to the GCS.
+    assert no_process_left(patience=240), processes_of_this_test()
 
 
 def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_path):
