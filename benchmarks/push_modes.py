@@ -30,7 +30,7 @@ from generator.launch import EngineSettings
 from generator.link import KvCache, PushMode
 from generator.resume import Sampling
 from generator.rollout import Rollout
-from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from tests.tiny import ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
 from trainer.leave import leave
 from weight_sync.push import Pusher
 
@@ -141,20 +141,9 @@ def _load(path: str) -> torch.nn.Module:
 
 def _settings(folder: str, arguments: argparse.Namespace) -> EngineSettings:
     context = PROMPT_TOKENS + arguments.tokens
-    return EngineSettings(
-        name="engine 0",
-        model_path=folder,
-        dtype="float32",
-        sampling=Sampling(max_tokens=arguments.tokens, min_tokens=arguments.tokens, max_model_len=context),
-        max_model_len=context,
-        max_running=arguments.running,
-        transfer_backend="gloo",
-        enforce_eager=True,
-        kv_cache_bytes=1 << 30,
-        block_size=32,
-        executor="uni",
-        prestart_core=True,
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"},
+    sampling = Sampling(max_tokens=arguments.tokens, min_tokens=arguments.tokens, max_model_len=context)
+    return engine_settings(
+        folder, sampling, arguments.running, threads=2, kv_cache_bytes=1 << 30, block_size=32, prestart_core=True
     )
 
 

@@ -31,10 +31,9 @@ import torch
 
 from benchmarks.default_run import machine
 from generator.engine import Engine
-from generator.launch import EngineSettings
 from generator.resume import Sampling
 from generator.rollout import Rollout, RolloutError
-from tests.tiny import ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from tests.tiny import ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
 from trainer.control import request
 from trainer.leave import leave
 from weight_sync.push import Pusher
@@ -62,7 +61,9 @@ async def pushes(count: int, seed: int) -> dict[str, Any]:
     dice = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         models[0].save_pretrained(folder)
-        engine = Engine(_settings(folder))
+        sampling = Sampling(max_tokens=BUDGETS[1], temperature=0.0, max_model_len=512)
+        settings = engine_settings(folder, sampling, running=MAX_RUNNING, block_size=32, prestart_core=True)
+        engine = Engine(settings)
         await engine.start()
     learner = ModuleLearner(tiny_llama(1), engine)
     pusher = Pusher(learner, OneEngine(engine), timeout=120.0)
@@ -70,14 +71,14 @@ async def pushes(count: int, seed: int) -> dict[str, Any]:
     finished: list[tuple[Rollout, int]] = []
     stop = asyncio.Event()
     await pusher.push(0)
-    sampling = [asyncio.create_task(_keep_sampling(engine, dice, lane, finished, stop)) for lane in range(IN_FLIGHT)]
+    lanes = [asyncio.create_task(_keep_sampling(engine, dice, lane, finished, stop)) for lane in range(IN_FLIGHT)]
     for version in range(1, count + 1):
         await asyncio.sleep(dice.choice((0.0, 0.0, 0.02, 0.05, 0.1, 0.2)))
         learner.model.load_state_dict(models[version % 2].state_dict())
         await pusher.push(version)
         memory.append(_resident())
     stop.set()
-    await asyncio.wait_for(asyncio.gather(*sampling), timeout=300)
+    await asyncio.wait_for(asyncio.gather(*lanes), timeout=300)
     stats = await engine.stats()
     await engine.shutdown()
     report = check(finished, models)
@@ -90,24 +91,6 @@ async def pushes(count: int, seed: int) -> dict[str, Any]:
         "memory_growth_by_process": grown,
         "memory_mib": series,
     }
-
-
-def _settings(folder: str) -> EngineSettings:
-    return EngineSettings(
-        name="engine 0",
-        model_path=folder,
-        dtype="float32",
-        sampling=Sampling(max_tokens=BUDGETS[1], temperature=0.0, max_model_len=512),
-        max_model_len=512,
-        max_running=MAX_RUNNING,
-        transfer_backend="gloo",
-        enforce_eager=True,
-        kv_cache_bytes=64 << 20,
-        block_size=32,
-        executor="uni",
-        prestart_core=True,
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
 
 
 async def _keep_sampling(

@@ -11,7 +11,7 @@ import ray
 
 from generator.engine import Engine
 from generator.launch import EngineSettings
-from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
+from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned, root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout
 
@@ -113,7 +113,7 @@ class RayEngine:
                 raise EngineLostError(f"{self.name} has not been started")
             return await asyncio.wait_for(_ref(getattr(self.handle, method).remote(*arguments)), seconds)
         except ray.exceptions.RayTaskError as error:
-            cause = _root(error.cause if isinstance(getattr(error, "cause", None), BaseException) else error)
+            cause = root_cause(error.cause if isinstance(getattr(error, "cause", None), BaseException) else error)
             kind = EngineLostError if isinstance(cause, EngineLostError) else EngineError
             raise self._named(kind(f"{self.name} failed in `{method}`: {type(cause).__name__}: {cause}")) from cause
         except ray.exceptions.RayActorError as error:
@@ -127,13 +127,6 @@ class RayEngine:
     def _named(self, error: EngineError) -> EngineError:
         error.engine = self.name
         return error
-
-
-def _root(error: BaseException) -> BaseException:
-    """An error; of a group of errors, the first one inside."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _ref(reference: Awaitable[T]) -> Awaitable[T]:

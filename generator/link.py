@@ -27,6 +27,13 @@ class EngineLostError(EngineError):
     """An engine died or does not answer. What it was doing can be done by another."""
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The first error inside groups of errors: the one that a person wants to read."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 @dataclass(frozen=True, slots=True)
 class Returned:
     """What a ``generate`` call brought: every rollout of the call, in order.

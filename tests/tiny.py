@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from generator.launch import EngineSettings
 from generator.link import KvCache, PushMode
+from generator.resume import Sampling
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
@@ -38,6 +41,28 @@ def next_token_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.T
     """``[len(token_ids) - 1, vocabulary]``: log-probabilities of what follows each token but the last."""
     with torch.no_grad():
         return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+
+
+def engine_settings(folder: Any, sampling: Sampling, running: int, threads: int = 1, **changes: Any) -> EngineSettings:
+    """The settings of one float32 engine on CPU, without an actor around it, for the model in ``folder``."""
+    settings = EngineSettings(
+        name="engine 0",
+        model_path=str(folder),
+        dtype="float32",
+        sampling=sampling,
+        max_model_len=sampling.max_model_len,
+        max_running=running,
+        transfer_backend="gloo",
+        enforce_eager=True,
+        kv_cache_bytes=64 << 20,
+        executor="uni",
+        environment={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        },
+    )
+    return replace(settings, **changes)
 
 
 class LoopClient:

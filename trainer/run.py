@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from generator.link import root_cause
 from generator.task import DataError, ModelError
 from trainer.checks import ConfigError
 from trainer.config import Config
@@ -172,10 +173,3 @@ def _interrupts(task: asyncio.Task[Any]) -> Iterator[None]:
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The first error inside groups of errors: the one that a person wants to read."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -14,11 +14,10 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from generator.engine import Engine
-from generator.launch import EngineSettings
 from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
-from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, next_token_logprobs, tiny_llama
+from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
 from weight_sync.push import Pusher
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -39,20 +38,8 @@ async def engine(models, tmp_path_factory):
     tokenizer = Tokenizer(BPE({letters([token_id]): token_id for token_id in range(VOCABULARY)}, []))
     tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = EngineSettings(
-        name="engine 0",
-        model_path=str(folder),
-        dtype="float32",
-        sampling=Sampling(max_tokens=MAX_TOKENS, temperature=0.0, max_model_len=450),
-        max_model_len=450,
-        max_running=MAX_RUNNING,
-        transfer_backend="gloo",
-        enforce_eager=True,
-        kv_cache_bytes=64 << 20,
-        executor="uni",
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    engine = Engine(settings)
+    sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, max_model_len=450)
+    engine = Engine(engine_settings(folder, sampling, running=MAX_RUNNING))
     await engine.start()
     yield engine
     await engine.shutdown()
