@@ -110,7 +110,7 @@ def test_the_hub_can_be_insisted_on_and_the_generator_can_be_chosen():
     with pytest.raises(DataError, match=r"set data\.path"):
         GSM8K().load(context(source="hub"))
     data = GSM8K().load(context(source="generated", reachable=lambda: pytest.fail("asked the hub")))
-    assert data.reason == "data.options.source is generated"
+    assert data.reason == "data.options.source is generated; hub takes openai/gsm8k"
 
 
 @pytest.mark.parametrize(
