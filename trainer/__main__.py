@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from trainer import completion
 from trainer.checks import ConfigError
-from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, typed
+from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, split, typed
 from trainer.leave import leave
 from trainer.ray_session import RaySession
 
@@ -55,11 +55,11 @@ def main() -> int:
         if exit_codes[-1] == EXIT_INTERRUPTED:
             sys.exit(EXIT_INTERRUPTED)  # ends a --multirun too
 
-    overrides = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    overrides, flags = split(sys.argv[1:])
     try:
         # Before Hydra: its own errors are neither readable nor told apart by the exit code.
         check_keys([] if completing else overrides)
-        if len(overrides) == len(sys.argv[1:]):
+        if set(flags) <= {"--cfg", "-c", "job", "hydra", "all"}:
             compose_config(overrides)
     except ConfigError as error:
         return _complain(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -108,11 +109,23 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     """``"; did you mean `x`?"`` for the candidate closest to ``word``, or an empty string if none is close."""
     options = list(candidates)
     # A mistyped last part matters more than the path to it: `batch.promts` and `prompts` both mean `batch.prompts`.
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    close = [option for option in options if _abbreviates(word, option)][:1]
+    close = close or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if not close:
         tails = {option.rsplit(".", 1)[-1]: option for option in options}
         close = [tails[t] for t in difflib.get_close_matches(word.rsplit(".", 1)[-1], tails, n=1, cutoff=0.6)]
     return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def _abbreviates(word: str, option: str) -> bool:
+    """Whether the last part of ``word`` is the initials of that of ``option``: `optimizer.lr` or `lr`."""
+    path, _, tail = word.rpartition(".")
+    option_path, _, option_tail = option.rpartition(".")
+    return (
+        "_" in option_tail
+        and tail == "".join(part[:1] for part in option_tail.split("_"))
+        and (path in ("", option_path))
+    )
 
 
 def check(config: Config) -> None:
@@ -123,11 +136,11 @@ def check(config: Config) -> None:
             hint = nearest(str(value), allowed)
             raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{hint}")
     for key, least in AT_LEAST.items():
-        if get(config, key) < least:
-            raise ConfigError(f"`{key}={get(config, key)}`: the value must be at least {least:g}")
+        if not least <= get(config, key) < math.inf:  # false for NaN too
+            raise ConfigError(f"`{key}={get(config, key)}`: the value must be at least {least:g}, and finite")
     for key in POSITIVE:
-        if get(config, key) <= 0:
-            raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0")
+        if not 0 < get(config, key) < math.inf:
+            raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0, and finite")
     _check_sampling(config)
     _check_resumable(config)
     _check_algorithm(config)

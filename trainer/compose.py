@@ -28,17 +28,25 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 
 def prepared(arguments: Sequence[str]) -> list[str]:
-    """The command line as Hydra gets it.
+    """The command line as Hydra gets it: overrides first, then Hydra's flags, since its parser takes no mixture.
 
     ``hardware=auto``, said or unsaid, becomes what this machine has. A key of ``data.options``, which only the recipe
     knows, may be set without the ``++`` that Hydra wants for a key that is not in the schema.
     """
-    rest = [argument for argument in arguments if argument != "hardware=auto"]
-    rest = [f"++{argument}" if argument.startswith("data.options.") else argument for argument in rest]
-    if any(argument.startswith("hardware=") for argument in rest):
-        return rest
-    flag = next((index for index, argument in enumerate(rest) if argument.startswith("-")), len(rest))
-    return [*rest[:flag], f"hardware={detect_hardware()}", *rest[flag:]]
+    overrides, flags = split(arguments)
+    if {"--hydra-help", "--version"} & set(flags):
+        return flags  # Hydra would apply overrides to a configuration of its own
+    overrides = [argument for argument in overrides if argument != "hardware=auto"]
+    overrides = [f"++{argument}" if argument.startswith("data.options.") else argument for argument in overrides]
+    if not any(argument.startswith("hardware=") for argument in overrides):
+        overrides.append(f"hardware={detect_hardware()}")
+    return [*overrides, *flags]
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides, and everything else: flags of Hydra and their values."""
+    overrides = [word for word in arguments if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    return overrides, [word for word in arguments if word not in overrides]
 
 
 def detect_hardware() -> str:

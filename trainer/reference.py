@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config import Config
-from trainer.help import field_comments, rows
+from trainer.help import config_groups, field_comments, rows
 from trainer.watch.catalogue import markdown
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -16,11 +16,18 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 def configuration_page() -> str:
     """The page of configuration keys."""
+    groups = config_groups()
     lines = [
         "# Configuration",
         "",
         "Every key with its default. A recipe and the hardware group may set others; `--cfg job` prints the outcome.",
         "Generated from `trainer/config.py` by `python -m trainer.reference`.",
+        "",
+        "Groups set many keys at once: `GROUP=OPTION`, each a file `configs/GROUP/OPTION.yaml`.",
+        "",
+        "| group | options |",
+        "|---|---|",
+        *(f"| `{name}` | {', '.join(f'`{option}`' for option in options)} |" for name, options in groups.items()),
         "",
         "| key | default | meaning |",
         "|---|---|---|",

@@ -23,7 +23,7 @@ from trainer.dotted import DottedPathError
 from trainer.inputs import Inputs, load_inputs
 from trainer.placement import check_resources, device_kind
 from trainer.ray_session import RaySession
-from trainer.state import LEARNER_FOLDER, RunState, continue_from, find_checkpoint, load_state, save_checkpoint
+from trainer.state import LEARNER_FOLDER, RunState, continue_from, find_checkpoint, is_done, load_state, save_checkpoint
 from trainer.watch import RunFolderError, Watch
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ def run(config: Config, ray_session: RaySession) -> int:
         inputs = load_inputs(config)
         checkpoint = find_checkpoint(config)
         state = load_state(checkpoint, config, inputs.prompts) if checkpoint else None
+        if state is not None and is_done(config, state):
+            print(
+                f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
+            )
+            return EXIT_DONE
         watch = Watch(config, config.run_dir, resume_step=state.step if state else None)
     except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error

@@ -94,6 +94,15 @@ def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> RunSt
     return state
 
 
+def is_done(config: Config, state: RunState) -> bool:
+    """Whether the run in ``run_dir`` has come to its end, export included, and has nothing left to do."""
+    try:
+        summary = json.loads((Path(config.run_dir) / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return state.step == config.steps == summary.get("steps") and summary.get("status") == "done"
+
+
 def commit(temporary: Path, final: Path, state: RunState, keep: int) -> None:
     """Complete the checkpoint in ``temporary``, move it to ``final``, and drop all but the newest ``keep``.
 

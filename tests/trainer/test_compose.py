@@ -1,7 +1,7 @@
 import pytest
 
 from trainer.checks import VALUES, ConfigError, all_keys, get
-from trainer.compose import compose_config, prepared
+from trainer.compose import compose_config, prepared, split
 from trainer.config import Config
 
 
@@ -22,7 +22,10 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
         (["recipe=ci_tiny", "stepss=3"], ["`stepss`", "did you mean `steps`"]),
         (["recipe=ci_tiny", "prompts=3"], ["`prompts`", "did you mean `batch.prompts`"]),
         (["recipe=ci_tiny", "sampling.max_token=3"], ["did you mean `sampling.max_tokens`"]),
+        (["recipe=ci_tiny", "optimizer.lr=3"], ["did you mean `optimizer.learning_rate`"]),
         (["recipe=ci_tiny", "+x=3"], ["`x` is not a key"]),
+        (["recipe=ci_tiny", "optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan", "finite"]),
+        (["recipe=ci_tiny", "weight_sync.timeout=inf"], ["weight_sync.timeout=inf", "finite"]),
         (["recipe=ci_tiny", "steps=many"], ["`steps`", "many", "integer"]),
         (["recipe=ci_tiny", "steps=0"], ["`steps=0`", "at least 1"]),
         (["recipe=ci_tiny", "optimizer=3"], ["optimizer", "OptimizerConfig"]),
@@ -90,8 +93,15 @@ def test_hardware_auto_becomes_what_the_machine_has(arguments):
     assert detected in (["hardware=cpu"], ["hardware=gpu"])
 
 
-def test_hardware_is_chosen_before_a_hydra_flag():
-    assert prepared(["recipe=ci_tiny", "--cfg", "job"])[1].startswith("hardware=")
+def test_flags_of_hydra_may_stand_anywhere_and_come_last():
+    overrides, flags = split(prepared(["--cfg", "job", "recipe=ci_tiny", "~data"]))
+    assert overrides[:2] == ["recipe=ci_tiny", "~data"]
+    assert flags == ["--cfg", "job"]
+    assert prepared(["recipe=ci_tiny", "--cfg", "job"])[-2:] == flags
+
+
+def test_no_override_goes_to_hydras_own_help():
+    assert prepared(["recipe=ci_tiny", "--hydra-help"]) == ["--hydra-help"]
 
 
 def test_a_key_of_the_recipe_alone_can_be_set_like_any_other():

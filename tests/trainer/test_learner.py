@@ -328,6 +328,7 @@ def test_an_unknown_dtype_is_refused_before_anything_starts():
         Learner(LearnerSpec("m", dtype="float16", algorithm=AlgorithmConfig()), 0, 1, "127.0.0.1", 1)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_interrupt_ends_a_step_inside_its_micro_batch_and_the_weights_before_it_can_be_saved(results, stage):
     if f"interrupted {stage}" not in results[1]:

@@ -7,7 +7,16 @@ from generator.task import DataError
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream
-from trainer.state import STATE_FILE, RunState, checkpoint_path, checkpoints, commit, find_checkpoint, load_state
+from trainer.state import (
+    STATE_FILE,
+    RunState,
+    checkpoint_path,
+    checkpoints,
+    commit,
+    find_checkpoint,
+    is_done,
+    load_state,
+)
 
 
 def write(run_dir, step: int, keep: int = 9):
@@ -92,3 +101,20 @@ def test_a_checkpoint_past_the_planned_steps_is_refused(tmp_path):
 def test_a_checkpoint_of_another_data_order_is_refused(tmp_path):
     with pytest.raises(DataError, match="seed"):
         load_state(write(tmp_path, 1), config(), stream(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("summary", "steps", "done"),
+    [
+        ('{"status": "done", "steps": 10}', 10, True),
+        ('{"status": "done", "steps": 10}', 12, False),
+        ('{"status": "interrupted", "steps": 10}', 10, False),
+        ('{"status": "do', 10, False),
+        (None, 10, False),
+    ],
+)
+def test_a_run_is_done_when_its_last_step_and_its_end_are_on_the_disk(tmp_path, summary, steps, done):
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    state = RunState(step=10, model="m", prompts={}, totals={})
+    assert is_done(config(tmp_path, steps=steps), state) == done

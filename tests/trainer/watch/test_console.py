@@ -183,10 +183,11 @@ def test_a_question_is_shown_without_the_marks_of_the_chat_template():
 
 
 def test_last_lines_tell_error_and_totals():
-    lines = dict(summary_lines({**SUMMARY, "error": "EngineDeadError: engine 0"}))
+    lines = dict(summary_lines({**SUMMARY, "steps": 11, "error": "EngineDeadError: engine 0"}))
     assert lines["error"] == "EngineDeadError: engine 0"
     assert lines["tokens"] == "5,000 generated, 4,000 trained, 3 expired, 0 lost"
     assert lines["reward"].startswith("0.200 in the first 10 steps, 0.700")
+    assert dict(summary_lines({**SUMMARY, "steps": 10}))["reward"] == "0.200 on average"
 
 
 def test_durations_read_as_people_say_them():

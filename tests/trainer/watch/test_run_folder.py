@@ -64,14 +64,34 @@ def test_advantages_of_another_shape_are_refused(tmp_path, scored, group):
         RunFolder(tmp_path).write_rollouts(1, [group(scored(1.0), scored(0.0))], [[0.5]])
 
 
-@pytest.mark.parametrize("artefact", ["metrics.jsonl", "summary.json", "checkpoints/"])
-def test_a_fresh_run_refuses_the_folder_of_another_run(tmp_path, artefact):
-    path = tmp_path / artefact
-    path.mkdir() if artefact.endswith("/") else path.touch()
-    with pytest.raises(RunFolderError, match=artefact.rstrip("/")) as error:
+@pytest.mark.parametrize("result", ["metrics.jsonl", "rollouts/step_1.jsonl", "checkpoints/step_1/state.json"])
+def test_a_fresh_run_refuses_the_folder_of_another_run(tmp_path, result):
+    (tmp_path / result).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / result).write_text("{}\n")
+    with pytest.raises(RunFolderError, match=result.partition("/")[0]) as error:
         RunFolder(tmp_path)
     assert "run_dir" in str(error.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [artefact.rstrip("/")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [result.partition("/")[0]]
+
+
+def test_a_run_that_made_no_step_can_be_started_again_in_its_folder(tmp_path):
+    first = RunFolder(tmp_path)
+    first.write_config({"seed": 1})
+    first.write_summary({"status": "failed"})
+    (tmp_path / "error.txt").write_text("no such device")
+    first.close()
+    RunFolder(tmp_path)
+    assert not (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "error.txt").exists()
+
+
+@pytest.mark.parametrize("resume_step", [None, 0])
+def test_two_runs_never_write_into_one_folder(tmp_path, resume_step):
+    first = RunFolder(tmp_path)
+    with pytest.raises(RunFolderError, match="another run is writing"):
+        RunFolder(tmp_path, resume_step)
+    first.close()
+    RunFolder(tmp_path, resume_step)
 
 
 def test_files_that_are_not_a_runs_do_not_matter(tmp_path):

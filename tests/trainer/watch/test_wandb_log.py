@@ -77,6 +77,7 @@ def wait_until(condition, seconds: float = 30.0) -> bool:
     return False
 
 
+@pytest.mark.engine
 def test_an_offline_run_is_read_back_from_its_file(tmp_path):
     process = start(tmp_path, "auto")
     output, _ = process.communicate(timeout=120)
@@ -97,12 +98,14 @@ def test_an_offline_run_is_read_back_from_its_file(tmp_path):
     assert services(process.pid) == []
 
 
+@pytest.mark.engine
 def test_disabled_does_not_even_import_wandb(tmp_path):
     output, _ = start(tmp_path, "disabled").communicate(timeout=60)
     assert "wandb imported: False" in output
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.engine
 def test_a_server_that_refuses_leads_to_an_offline_run_and_says_so(tmp_path):
     key = "a" * 40
     process = start(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
@@ -114,6 +117,7 @@ def test_a_server_that_refuses_leads_to_an_offline_run_and_says_so(tmp_path):
     assert services(process.pid) == []
 
 
+@pytest.mark.engine
 def test_a_malformed_key_leads_to_an_offline_run(tmp_path):
     process = start(tmp_path, "auto", WANDB_API_KEY="short")
     output, _ = process.communicate(timeout=120)
@@ -121,6 +125,7 @@ def test_a_malformed_key_leads_to_an_offline_run(tmp_path):
     assert "offline: the wandb credentials cannot be used" in output
 
 
+@pytest.mark.engine
 def test_a_wandb_that_does_not_end_is_left_behind_in_time_and_without_its_process(tmp_path):
     process = start(tmp_path, "online", "0.5", WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     output, _ = process.communicate(timeout=60)
@@ -130,6 +135,7 @@ def test_a_wandb_that_does_not_end_is_left_behind_in_time_and_without_its_proces
     assert wait_until(lambda: services(process.pid) == [])
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_killed_leaves_no_wandb_process(tmp_path, kill):
     process = start(tmp_path, "offline", "hang")

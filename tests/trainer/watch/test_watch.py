@@ -85,8 +85,10 @@ def test_a_failed_run_names_its_error_in_the_summary_and_on_the_screen(tmp_path,
     assert "engine 0 died" in stream.getvalue()
 
 
-def test_a_second_run_does_not_touch_the_folder_of_the_first(tmp_path, config):
-    Watch(config, tmp_path / "run", stream=io.StringIO()).close("done")
+def test_a_second_run_does_not_touch_the_folder_of_the_first(tmp_path, config, scored, group):
+    first = Watch(config, tmp_path / "run", stream=io.StringIO())
+    first.step(1, {}, [group(scored(1.0), scored(0.0))], [[1.0, -1.0]], version=0)
+    first.close("done")
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
     with pytest.raises(RunFolderError):
         Watch(config, tmp_path / "run", stream=io.StringIO())
