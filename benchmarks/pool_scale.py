@@ -38,6 +38,7 @@ from trainer.admission import Admission
 from trainer.collector import relax_collector
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
+from trainer.episodes import SingleTurn
 from trainer.loop import Parts, train
 from weight_sync.push import Pusher
 from weight_sync.simulated import SimulatedSender
@@ -51,6 +52,9 @@ STREAM = SimulatedSettings(SAMPLING)
 GROUPS_PER_TURN = 4
 """How many groups end at a turn of the event loop, whatever the number in flight."""
 PUSHES = 20
+SCALE = [100, 1_000, 10_000]
+"""Rollouts in flight that are compared."""
+QUICK_SCALE = SCALE[:2]
 
 
 class Engines:
@@ -226,8 +230,7 @@ async def measure_loop(in_flight: int, rollouts: int) -> float:
             config=config,
             prompts=PromptStream([Prompt(number, (1, 2, 3), "", {}) for number in range(10_000)], seed=0),
             engines=pool,
-            rewards=nothing,
-            decode=lambda ids: "",
+            episodes=SingleTurn(pool, nothing, lambda ids: "", nothing),
             learner=nothing,
             pusher=pusher,
             admission=Admission(BATCH_PROMPTS, versions, groups),
@@ -301,9 +304,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
-        rows = measure([100, 1_000], rollouts=1_000, repeat=1)
+        rows = measure(QUICK_SCALE, rollouts=1_000, repeat=1)
     else:
-        rows = measure([100, 1_000, 10_000], arguments.rollouts, arguments.repeat)
+        rows = measure(SCALE, arguments.rollouts, arguments.repeat)
     first, last = rows[0], rows[-1]
     result = {
         "machine": machine(),

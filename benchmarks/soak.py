@@ -1,6 +1,6 @@
 """Rollouts under a thousand pushes and fifty engine deaths: is a token lost, mislabelled, or one too many?
 
-    python -m benchmarks.soak [--json PATH] [--quick] [--pushes N] [--kills N]
+    python -m benchmarks.soak [--json PATH] [--quick] [--pushes N] [--kills N] [--no-scale]
 
 Part one: one real engine with a tiny float32 model, greedy, at least 32 rollouts in flight. Two sets of weights take
 turns; pushes come at random moments, also back to back. Every token of every rollout is then compared with what the
@@ -8,6 +8,8 @@ model of its version computes. Memory (resident size of this process and of the 
 
 Part two: a real run of ``ci_tiny`` with two engines, of which one is killed again and again at random moments: vLLM's
 engine core, or the actor around it. The run has to reach its last step; its rollouts and its summary are then checked.
+
+Part three: what many rollouts in flight cost the driver, from ``benchmarks.pool_scale``.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import psutil
 import torch
 
 from benchmarks.default_run import machine
+from benchmarks.pool_scale import QUICK_SCALE, SCALE
+from benchmarks.pool_scale import measure as measure_scale
 from generator.engine import Engine
 from generator.resume import Sampling
 from generator.rollout import Rollout, RolloutError
@@ -247,16 +251,20 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="40 pushes and 2 kills")
+    parser.add_argument("--no-scale", action="store_true", help="leave out part three")
+    parser.add_argument("--quick", action="store_true", help="40 pushes, 1 kill, 100 and 1,000 in flight")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.pushes, arguments.kills = 40, 2
+        arguments.pushes, arguments.kills = 40, 1
     report: dict[str, Any] = {"machine": machine()}
     if arguments.pushes:
         report |= asyncio.run(pushes(arguments.pushes, arguments.seed))
     if arguments.kills:
         report |= kills(arguments.kills, arguments.seed)
+    if not arguments.no_scale:
+        rows = measure_scale(*((QUICK_SCALE, 1_000, 1) if arguments.quick else (SCALE, 20_000, 5)))
+        report["driver_cpu_ratio"] = rows[-1]["driver_us_per_rollout"] / rows[0]["driver_us_per_rollout"]
     print(
         "\n".join(
             f"| {name} | {value if not isinstance(value, float) else f'{value:.4g}'} |"
