@@ -11,6 +11,7 @@ import torch
 from generator.launch import EngineSettings
 from generator.link import KvCache, PushMode
 from generator.resume import Sampling
+from trainer.placement import ONEDNN_PRIMITIVES
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
@@ -60,6 +61,7 @@ def engine_settings(folder: Any, sampling: Sampling, running: int, threads: int 
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(threads),
             "VLLM_LOGGING_LEVEL": "ERROR",
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ONEDNN_PRIMITIVES,
         },
     )
     return replace(settings, **changes)

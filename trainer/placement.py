@@ -142,9 +142,17 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+ONEDNN_PRIMITIVES = "128"
+"""oneDNN keeps a compiled kernel, half a megabyte, for each shape of a matrix product, 1,024 of them unless told
+otherwise. Resubmissions make a new shape each: an engine would grow by half a gigabyte and seldom use one twice."""
+
+
 def engine_environment(config: Config) -> dict[str, str]:
     """Environment variables of an engine on CPU."""
-    environment = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    environment = {
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ONEDNN_PRIMITIVES,
+    }
     if config.engine.tensor_parallel > 1:
         return environment | {"VLLM_CPU_OMP_THREADS_BIND": config.engine.cpu_threads_bind}
     # One process less than the default, whose start costs as much again. vLLM allows it only together with this
