@@ -222,11 +222,11 @@ def test_the_hub_is_not_asked_when_it_is_declared_offline(monkeypatch):
     assert subject.hub_reachable() is False
 
 
-def test_resolving_and_tokenizing_import_no_torch(tiny, tmp_path):
+def test_nothing_before_the_engines_start_imports_torch(tiny):
     code = (
-        "import sys; from trainer.model import *; "
-        f"r = resolve_model({str(tiny)!r}, hub_id='a/b', cache_dir={str(tmp_path)!r}, device_kind='cpu'); "
-        "load_tokenizer(r.path)('abc'); sys.exit('torch' in sys.modules)"
+        "import sys; from trainer.compose import compose_config; from trainer.run import run, load_inputs; "
+        f"load_inputs(compose_config(['recipe=ci_tiny', 'hardware=cpu', 'model.path={tiny}'])); "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from generator.rollout import Group, Rollout, ScoredRollout
-from weight_sync.push import PushReport
+
+if TYPE_CHECKING:  # imports torch: seconds, before a word of a configuration error
+    from weight_sync.push import PushReport
 
 RESERVED_REWARD_NAMES = frozenset(
     {"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"}
