@@ -1,16 +1,47 @@
+from collections.abc import Iterator
+from importlib import resources
+
 import pytest
+import yaml
 
 from trainer.checks import VALUES, ConfigError, all_keys, get
 from trainer.compose import compose_config, prepared, split
 from trainer.config import Config
+from trainer.help import config_groups
+
+CONFIGS = resources.files("configs")
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k_fully_async", "ci_tiny"])
-@pytest.mark.parametrize("hardware", ["cpu", "gpu", "cluster"])
+@pytest.mark.parametrize("recipe", config_groups()["recipe"])
+@pytest.mark.parametrize("hardware", config_groups()["hardware"])
 def test_every_recipe_composes_on_every_hardware(recipe, hardware):
     config = compose_config([f"recipe={recipe}", f"hardware={hardware}"])
     assert config.name == recipe
     assert config.hardware == hardware
+
+
+def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and prefix + name != "data.options":
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+@pytest.mark.parametrize("group", ["recipe", "hardware", "model"])
+def test_a_file_of_a_group_says_only_what_differs_from_the_defaults(group):
+    for path in (CONFIGS / group).iterdir():
+        tree = yaml.safe_load(path.read_text()) or {}
+        tree = tree if "@package _global_" in path.read_text() else {group: tree}
+        assert [key for key, value in leaves(tree) if get(Config(), key) == value] == [], path.name
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "recipe_on").iterdir()), ids=lambda path: path.stem)
+def test_a_recipe_s_file_for_one_hardware_says_only_what_differs_from_the_recipe(path):
+    recipe, _, hardware = path.stem.rpartition("_")
+    plain = compose_config([f"recipe={recipe}", "hardware=auto"])
+    assert hardware in config_groups()["hardware"]
+    assert [key for key, value in leaves(yaml.safe_load(path.read_text())) if get(plain, key) == value] == []
 
 
 @pytest.mark.parametrize(
@@ -28,7 +59,8 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
         (["recipe=ci_tiny", "weight_sync.timeout=inf"], ["weight_sync.timeout=inf", "finite"]),
         (["recipe=ci_tiny", "steps=many"], ["`steps`", "many", "integer"]),
         (["recipe=ci_tiny", "steps=0"], ["`steps=0`", "at least 1"]),
-        (["recipe=ci_tiny", "optimizer=3"], ["optimizer", "OptimizerConfig"]),
+        (["recipe=ci_tiny", "optimizer=3"], ["`optimizer` holds several keys", "`optimizer.learning_rate`"]),
+        (["recipe=ci_tiny", "weight_sync=keep"], ["`weight_sync` holds several keys", "`weight_sync.mode`"]),
         (["recipe=ci_tiny", "algorithm=gpro"], ["algorithm=gpro", "did you mean `grpo`"]),
         (["recipe=ci_tiny", "algorithm.objective=ppo_clp"], ["did you mean `ppo_clip`"]),
         (["recipe=ci_tiny", "algorithm.correction=none"], ["importance ratio", "allow_uncorrected"]),
