@@ -58,7 +58,7 @@ def resolve_model(
     hub_id: str,
     cache_dir: str | Path | None,
     device_kind: DeviceKind,
-    dtype: str = "auto",
+    dtype: str,
     reachable: Callable[[], bool] | None = None,
 ) -> ResolvedModel:
     """Find, fetch, convert or build the model that ``path`` names.

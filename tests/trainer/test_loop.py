@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from generator import virtual_time
-from generator.pool import EnginePool, PoolSettings
+from generator.pool import EnginePool
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
 from generator.roster import ABLE
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
+from tests.pools import pool_settings_for
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
@@ -302,7 +303,7 @@ def test_a_run_whose_engines_are_killed_again_and_again_reaches_its_last_step_an
                 getattr(killed[-1], chance.choice(ways))()
 
     async def program() -> tuple[Parts, EnginePool]:
-        pool = EnginePool(make, PoolSettings(count=4, max_running=4, max_restarts=100))
+        pool = EnginePool(make, pool_settings_for(4, max_running=4, max_restarts=100))
         sender = SimulatedSender(seconds=2.0)
 
         async def connect() -> None:

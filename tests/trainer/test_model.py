@@ -35,7 +35,7 @@ def tiny(tmp_path):
 
 
 def resolve(path, cache, device_kind="cpu", **options):
-    options = {"hub_id": "some/model", "reachable": unreachable} | options
+    options = {"hub_id": "some/model", "dtype": "auto", "reachable": unreachable} | options
     return resolve_model(str(path), cache_dir=cache, device_kind=device_kind, **options)
 
 
