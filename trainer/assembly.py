@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from generator.actor import RayEngine
@@ -22,7 +21,6 @@ from trainer.placement import (
     engine_resources,
     engine_room,
     engine_settings,
-    learner_threads,
     pool_settings,
     transfer_backend,
 )
@@ -85,7 +83,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         temperature=config.sampling.temperature,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
-        learner=replace(config.learner, cpu_threads=learner_threads(config)),
+        learner=config.learner,
         optimizer=config.optimizer,
         algorithm=config.algorithm,
     )
