@@ -21,7 +21,6 @@ from torch import Tensor
 from trainer.batching import BatchPlan, MicroBatch, Row, TrainRollout, build_micro_batch, plan_micro_batches
 from trainer.diagnostics import DiagnosticSums, diagnostic_metrics, zero_sums
 from trainer.learner_setup import (
-    DTYPES,
     LearnerSpec,
     adamw,
     deepspeed_config,
@@ -48,8 +47,6 @@ class Learner:
     """
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        if spec.dtype not in DTYPES:
-            raise ValueError(f"model.dtype is {spec.dtype!r}; the learner trains in {' or '.join(DTYPES)}")
         self.spec, self.rank, self.world_size = spec, rank, world_size
         self._interrupted = threading.Event()
         prepare_process(spec, rank, world_size, master_addr, master_port)

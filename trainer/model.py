@@ -26,7 +26,6 @@ from trainer.model_cache import build_once, default_cache_dir, missing_parts
 DeviceKind = Literal["cpu", "gpu"]
 
 FACTORY_PREFIX = "factory:"
-DTYPES = ("auto", "float32", "bfloat16")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
@@ -70,8 +69,6 @@ def resolve_model(
 
     Raises :class:`ModelError` that names what was looked for and where.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"model.dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     folder, source, reason = _locate(path, hub_id, cache, device_kind, reachable or hub_reachable)
     return _describe(folder, source, reason, _resolve_dtype(dtype, device_kind))

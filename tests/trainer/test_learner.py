@@ -324,11 +324,6 @@ def test_bfloat16_never_uses_the_stage_that_accumulates_gradients_in_bfloat16():
     assert bfloat16["data_types"]["grad_accum_dtype"] == "fp32"
 
 
-def test_an_unknown_dtype_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match=r"float16.*float32 or bfloat16"):
-        Learner(learner_spec("m", dtype="float16"), 0, 1, "127.0.0.1", 1)
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_interrupt_ends_a_step_inside_its_micro_batch_and_the_weights_before_it_can_be_saved(results, stage):
