@@ -58,9 +58,7 @@ async def assemble(
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        parts = _parts(config, inputs, watch, engines, learner)
-        parts.check_resources = lambda changed: check_resources(changed, resources)
-        yield parts
+        yield _parts(config, inputs, watch, engines, learner, resources)
 
 
 def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
@@ -124,7 +122,14 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     )
 
 
-def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, learner: LearnerGroup) -> Parts:
+def _parts(
+    config: Config,
+    inputs: Inputs,
+    watch: Watch,
+    engines: EnginePool,
+    learner: LearnerGroup,
+    resources: Mapping[str, float],
+) -> Parts:
     from trainer.loop import Parts
 
     return Parts(
@@ -147,4 +152,5 @@ def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, le
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
+        check_resources=lambda changed: check_resources(changed, resources),
     )
