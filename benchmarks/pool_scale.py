@@ -189,7 +189,7 @@ class Nothing:
             self.done.set()
 
     def take_counts(self) -> dict[str, int]:
-        return {"reward/excluded": 0}
+        return {}
 
     @property
     def trace(self) -> Nothing:

@@ -170,7 +170,6 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
     batch, parts.unreported = parts.unreported, None
     parts.watch.count("tokens/lost", batch.unscored_tokens)
     counts = parts.episodes.take_counts()
-    del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
     version = parts.steps_done - 1
     parts.watch.step(
         parts.steps_done, metrics | counts | engine_counts(parts), batch.groups, batch.advantages, version=version

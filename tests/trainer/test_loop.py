@@ -63,7 +63,7 @@ class Rewards:
         return tuple(ScoredRollout(r, t, reward, {}) for r, t, reward in zip(rollouts, texts, rewards, strict=True))
 
     def take_counts(self) -> dict[str, int]:
-        return {"reward/failed": 8 * self.broken, "reward/excluded": 0}
+        return {"reward/failed": 8 * self.broken}
 
 
 @dataclass

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from generator.rollout import Group, Rollout, ScoredRollout
+from trainer.unscored import CAUSES
 
 if TYPE_CHECKING:  # imports torch: seconds, before a word of a configuration error
     from weight_sync.push import PushReport
 
-RESERVED_REWARD_NAMES = frozenset(
-    {"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"}
-    | {"failed", "timeout", "declined", "invalid", "wrong_length"}
-)
+RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean", *CAUSES})
 """Names under ``reward/`` that are statistics; a reward function of that name is logged as ``reward/part_<name>``."""
 
 REWARD_WINDOW = 10
