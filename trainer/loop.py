@@ -125,7 +125,7 @@ def unscored(parts: Parts, group: Group) -> None:
     """No rollout of the group got a reward: it is lost and counted. Raises when that goes on and on."""
     parts.watch.count("tokens/lost", sum(scored.rollout.sampled_tokens for scored in group.rollouts))
     parts.prompts.done(group.prompt)
-    parts.admission.failed("unscored")
+    parts.admission.failed()
     parts.unscored_in_a_row += 1
     if parts.unscored_in_a_row >= UNSCORED_BATCHES * parts.config.batch.prompts:
         counts = {name: count for name, count in parts.episodes.take_counts().items() if count}
@@ -194,7 +194,7 @@ async def next_batch(parts: Parts) -> Batch:
         kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
         if kept.group is None:
             parts.watch.count("tokens/expired", kept.tokens)
-            parts.admission.filtered("expired")
+            parts.admission.filtered()
             parts.prompts.give_back(group.prompt)
             parts.place_freed.set()
             continue

@@ -45,7 +45,6 @@ class ResolvedModel:
     """Why it was taken."""
     eos_token_ids: tuple[int, ...]
     """Every id that ends a sequence: of the generation configuration, the configuration and the tokenizer."""
-    pad_token_id: int
     max_position_embeddings: int
     dtype: str
     """``float32`` or ``bfloat16``: what engines and the learner's forward pass compute in."""
@@ -195,9 +194,8 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     config = _read_json(folder / "config.json")
     text = config.get("text_config", config)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    tokenizer_eos, tokenizer_pad = _tokenizer_ids(folder)
     eos: dict[int, None] = {}  # a set that keeps its order
-    for value in (generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id"), tokenizer_eos):
+    for value in (*(part.get("eos_token_id") for part in (generation, text, config)), _tokenizer_eos(folder)):
         eos.update(dict.fromkeys(_ids(value)))
     if not eos:
         raise ModelError(
@@ -206,24 +204,17 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     context = text.get("max_position_embeddings")
     if not isinstance(context, int):
         raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
-    pads = (tokenizer_pad, generation.get("pad_token_id"), text.get("pad_token_id"), next(iter(eos)))
-    pad = next(value for value in pads if isinstance(value, int) and value >= 0)
-    return ResolvedModel(str(folder.absolute()), source, reason, tuple(eos), pad, context, dtype)
+    return ResolvedModel(str(folder.absolute()), source, reason, tuple(eos), context, dtype)
 
 
-def _tokenizer_ids(folder: Path) -> tuple[int | None, int | None]:
-    """The tokenizer's own end-of-sequence and padding ids, read from its files without building it."""
+def _tokenizer_eos(folder: Path) -> int | None:
+    """The tokenizer's own end-of-sequence id, read from its files without building it."""
     configuration, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not configuration.is_file() or not tokenizer.is_file():
-        return None, None
-    names = _read_json(configuration)
+        return None
+    name = _read_json(configuration).get("eos_token")
     ids = {token["content"]: token["id"] for token in _read_json(tokenizer).get("added_tokens", [])}
-
-    def find(key: str) -> int | None:
-        name = names.get(key)
-        return ids.get(name["content"] if isinstance(name, dict) else name)
-
-    return find("eos_token"), find("pad_token")
+    return ids.get(name["content"] if isinstance(name, dict) else name)
 
 
 def _ids(value: Any) -> Iterator[int]:

@@ -46,7 +46,7 @@ def edit(path, **changes):
 def test_a_folder_is_taken_as_it_is(tiny, tmp_path):
     model = resolve(tiny, tmp_path / "cache")
     assert (model.path, model.source) == (str(tiny), f"folder {tiny}")
-    assert (model.eos_token_ids, model.pad_token_id, model.max_position_embeddings) == ((2,), 0, 256)
+    assert (model.eos_token_ids, model.max_position_embeddings) == ((2,), 256)
     assert not (tmp_path / "cache").exists()
 
 
@@ -76,13 +76,6 @@ def test_a_nested_text_configuration_is_read(tiny, tmp_path):
     model = resolve(tiny, tmp_path)
     assert 11 in model.eos_token_ids
     assert model.max_position_embeddings == 256
-
-
-def test_without_a_padding_token_an_end_of_sequence_id_pads(tiny, tmp_path):
-    edit(tiny / "tokenizer_config.json", pad_token=None)
-    edit(tiny / "generation_config.json", pad_token_id=None)
-    edit(tiny / "config.json", pad_token_id=None)
-    assert resolve(tiny, tmp_path).pad_token_id == 2
 
 
 def test_a_model_without_any_end_of_sequence_is_refused(tiny, tmp_path):

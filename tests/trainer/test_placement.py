@@ -7,7 +7,7 @@ from trainer import placement
 from trainer.checks import ConfigError
 from trainer.model import ResolvedModel
 
-MODEL = ResolvedModel("/models/m", "folder", "test", (2, 7), 0, 64, "float32")
+MODEL = ResolvedModel("/models/m", "folder", "test", (2, 7), 64, "float32")
 
 
 def test_every_end_of_sequence_id_of_the_model_stops_a_rollout_besides_the_recipe_s_own():
