@@ -1,3 +1,4 @@
+import re
 from collections.abc import Iterator
 from importlib import resources
 
@@ -18,6 +19,7 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
     config = compose_config([f"recipe={recipe}", f"hardware={hardware}"])
     assert config.name == recipe
     assert config.hardware == hardware
+    assert re.fullmatch(rf"outputs/{recipe}/[\d_-]+", config.run_dir), "interpolations are resolved"
 
 
 def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
