@@ -72,17 +72,17 @@ class Slot:
 class PoolSettings:
     """How a pool behaves. Timeouts are in seconds."""
 
-    count: int = 1
-    max_running: int = 64
+    count: int
+    max_running: int
     """Rollouts an engine runs at a time; what it has beyond that waits inside it."""
-    max_restarts: int = 10
+    max_restarts: int
     """Engines that may be replaced in a run."""
-    serve_timeout: float = 900.0
+    serve_timeout: float
     """How long rollouts wait for an engine to serve when none does."""
+    mode: PushMode
+    kv_cache: KvCache
     drain_timeout: float = 60.0
     """How long an engine that is drained may take to hand back what it has."""
-    mode: PushMode = "abort"
-    kv_cache: KvCache = "recompute"
 
 
 class Roster:

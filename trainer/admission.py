@@ -6,7 +6,7 @@ disagree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from generator.rollout import Group, Rollout, ScoredRollout
 
@@ -25,7 +25,7 @@ class Admission:
         (version + max_versions + 1) * batch_prompts
 
     With ``max_versions = 0`` exactly one batch is admitted per version: on-policy. Groups that finish late can still
-    grow too old in the buffer; :meth:`expire` deals with their tokens at consumption, so the bound is strict.
+    grow too old in the buffer; :func:`expire` deals with their tokens at consumption, so the bound is strict.
     """
 
     batch_prompts: int
@@ -39,8 +39,6 @@ class Admission:
     running: int = 0
     buffered: int = 0
     consumed: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Groups that freed their place without being learned from, by cause."""
 
     def capacity(self) -> int:
         """How many more groups may be admitted now. Never negative."""
@@ -61,15 +59,13 @@ class Admission:
         self._leave("running")
         self.buffered += 1
 
-    def failed(self, cause: str) -> None:
+    def failed(self) -> None:
         """A running group gave up; its place is free."""
         self._leave("running")
-        self._count(cause)
 
-    def filtered(self, cause: str) -> None:
+    def filtered(self) -> None:
         """A buffered group will not be learned from; its place is free."""
         self._leave("buffered")
-        self._count(cause)
 
     def learned(self, groups: int) -> None:
         """``groups`` buffered groups went into a batch."""
@@ -88,9 +84,6 @@ class Admission:
         if count < 1:
             raise RuntimeError(f"admission lost count: no group is {place}")
         setattr(self, place, count - 1)
-
-    def _count(self, cause: str) -> None:
-        self.dropped[cause] = self.dropped.get(cause, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,7 @@ def aggregate(name: str, loss: Tensor, loss_mask: Tensor, sequence: Tensor, deno
     """This micro-batch's share of the batch loss, a scalar; 0 (with gradient 0) for an empty micro-batch.
 
     ``loss`` is ``[T]`` float, ``loss_mask`` ``[T]`` bool, ``sequence`` ``[T]`` int64 numbers the rollouts of this
-    micro-batch. Raises ``ValueError`` for an unknown name.
+    micro-batch.
     """
-    if name not in AGGREGATIONS:
-        raise ValueError(f"algorithm.aggregation is {name!r}; known: {', '.join(sorted(AGGREGATIONS))}")
     tokens_of = torch.bincount(sequence, weights=loss_mask.to(loss.dtype))
     return AGGREGATIONS[name](torch.where(loss_mask, loss, 0.0), sequence, tokens_of, denominators)

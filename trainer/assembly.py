@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from generator.actor import RayEngine
@@ -22,7 +21,6 @@ from trainer.placement import (
     engine_resources,
     engine_room,
     engine_settings,
-    learner_threads,
     pool_settings,
     transfer_backend,
 )
@@ -60,9 +58,7 @@ async def assemble(
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        parts = _parts(config, inputs, watch, engines, learner)
-        parts.check_resources = lambda changed: check_resources(changed, resources)
-        yield parts
+        yield _parts(config, inputs, watch, engines, learner, resources)
 
 
 def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
@@ -85,7 +81,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         temperature=config.sampling.temperature,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
-        learner=replace(config.learner, cpu_threads=learner_threads(config)),
+        learner=config.learner,
         optimizer=config.optimizer,
         algorithm=config.algorithm,
     )
@@ -126,7 +122,14 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     )
 
 
-def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, learner: LearnerGroup) -> Parts:
+def _parts(
+    config: Config,
+    inputs: Inputs,
+    watch: Watch,
+    engines: EnginePool,
+    learner: LearnerGroup,
+    resources: Mapping[str, float],
+) -> Parts:
     from trainer.loop import Parts
 
     return Parts(
@@ -149,4 +152,5 @@ def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, le
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
+        check_resources=lambda changed: check_resources(changed, resources),
     )

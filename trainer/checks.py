@@ -30,7 +30,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight_sync.backend": ("auto", "gloo", "nccl"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
-"""The keys that take one of a few words."""
+"""The keys that take one of a few words. A test holds them against the registries that know what the words mean."""
 
 AT_LEAST: dict[str, float] = {
     "steps": 1,
@@ -238,8 +238,11 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(f"`learner.zero_stage={config.learner.zero_stage}`: DeepSpeed knows the stages 0 to 3")
     if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
         raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")
-    if config.hardware == "gpu" and config.weight_sync.backend == "gloo":
-        raise ConfigError("`weight_sync.backend=gloo` is for CPU engines; with `hardware=gpu` use `nccl`")
+    if config.hardware in ("gpu", "cluster") and config.weight_sync.backend == "gloo":
+        raise ConfigError(
+            f"`weight_sync.backend=gloo` is for CPU engines; with `hardware={config.hardware}` use "
+            "`weight_sync.backend=nccl`"
+        )
 
 
 def get(config: Any, key: str) -> Any:

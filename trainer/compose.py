@@ -22,7 +22,7 @@ from trainer.checks import UNSUPPORTED, ConfigError, all_keys, check, nearest
 from trainer.config import Config
 
 CONFIG_MODULE = "configs"
-GROUPS = ("recipe", "model", "algorithm", "hardware", "weight_sync", "logger")
+GROUPS = ("recipe", "model", "algorithm", "hardware")
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -116,6 +116,9 @@ def explain(error: Exception) -> str:
         full_key = re.search(r"full_key: ([\w.]+)", text)
         where = f"`{full_key[1]}`: " if full_key else ""
         return f"{where}the value {match[1]} is not a valid {match[2].lower()}"
+    if match := re.search(r"is not a subclass of \w+Config.*?full_key: ([\w.]+)", text, re.DOTALL):
+        one = next(key for key in all_keys() if key.startswith(f"{match[1]}."))
+        return f"`{match[1]}` holds several keys and takes no value itself; set one of them, such as `{one}`"
     if match := re.search(r"You must specify '(\w+)'.*?(?:Available options:\s*(.*))?$", text, re.DOTALL):
         options = ", ".join((match[2] or "").split())
         return f"no {match[1]} was chosen: add `{match[1]}=NAME`" + (f", one of {options}" if options else "")

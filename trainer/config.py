@@ -1,7 +1,8 @@
 """The typed configuration tree. Every default of the project stands here, and nowhere else.
 
-Hydra composes ``configs/`` over this schema; the YAML groups hold only what differs from these defaults. A field's
-comment is its documentation: ``docs/reference/configuration.md`` is generated from this file.
+Hydra composes ``configs/`` over this schema; its YAML files hold only what differs from these defaults, except for
+``configs/algorithm/``: a preset says all that makes it up. A field's comment is its documentation:
+``docs/reference/configuration.md`` is generated from this file.
 """
 
 from __future__ import annotations

@@ -72,9 +72,7 @@ CORRECTIONS: dict[str, Callable[[Tensor, float], Correction]] = {
 def correct(name: str, proximal: Tensor, behaviour: Tensor, loss_mask: Tensor, cap: float) -> Correction:
     """The importance weights of proximal over behaviour policy, ``[T]`` detached; 1 in masked places.
 
-    ``proximal`` and ``behaviour`` are log-probabilities ``[T]``. Raises ``ValueError`` for an unknown name.
+    ``proximal`` and ``behaviour`` are log-probabilities ``[T]``.
     """
-    if name not in CORRECTIONS:
-        raise ValueError(f"algorithm.correction is {name!r}; known: {', '.join(sorted(CORRECTIONS))}")
     log_ratio = masked_log_ratio(proximal.detach(), behaviour, loss_mask)
     return CORRECTIONS[name](log_ratio, cap)

@@ -106,11 +106,6 @@ class PromptStream:
         """Tokens of the longest prompt."""
         return max(len(prompt.token_ids) for prompt in self._prompts)
 
-    @property
-    def epoch(self) -> int:
-        """How many times every prompt has been handed out."""
-        return self._epoch
-
     def next(self) -> Prompt:
         """The next prompt: one that was given back, if there is one, else the next of the epoch."""
         prompt = self._take()

@@ -125,7 +125,7 @@ def unscored(parts: Parts, group: Group) -> None:
     """No rollout of the group got a reward: it is lost and counted. Raises when that goes on and on."""
     parts.watch.count("tokens/lost", sum(scored.rollout.sampled_tokens for scored in group.rollouts))
     parts.prompts.done(group.prompt)
-    parts.admission.failed("unscored")
+    parts.admission.failed()
     parts.unscored_in_a_row += 1
     if parts.unscored_in_a_row >= UNSCORED_BATCHES * parts.config.batch.prompts:
         counts = {name: count for name, count in parts.episodes.take_counts().items() if count}
@@ -170,7 +170,6 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
     batch, parts.unreported = parts.unreported, None
     parts.watch.count("tokens/lost", batch.unscored_tokens)
     counts = parts.episodes.take_counts()
-    del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
     version = parts.steps_done - 1
     parts.watch.step(
         parts.steps_done, metrics | counts | engine_counts(parts), batch.groups, batch.advantages, version=version
@@ -195,7 +194,7 @@ async def next_batch(parts: Parts) -> Batch:
         kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
         if kept.group is None:
             parts.watch.count("tokens/expired", kept.tokens)
-            parts.admission.filtered("expired")
+            parts.admission.filtered()
             parts.prompts.give_back(group.prompt)
             parts.place_freed.set()
             continue

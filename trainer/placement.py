@@ -130,13 +130,6 @@ def engine_threads(config: Config) -> int:
     return config.engine.cpu_threads or max(1, cpu_cores() // config.engine.count)
 
 
-def learner_threads(config: Config) -> int:
-    """Threads of one learner rank: unless configured, on CPU, all ranks together have a thread for every core."""
-    if config.learner.cpu_threads or device_kind(config) == "gpu":
-        return config.learner.cpu_threads
-    return max(1, cpu_cores() // config.learner.ranks)
-
-
 def cpu_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

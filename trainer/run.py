@@ -46,7 +46,7 @@ def run(config: Config, ray_session: RaySession) -> int:
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
             )
             return EXIT_DONE
-        watch = Watch(config, config.run_dir, resume_step=state.step if state else None)
+        watch = Watch(config, resume_step=state.step if state else None)
     except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:

@@ -28,8 +28,6 @@ from weight_sync.reload import LayerwiseUpdate
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_SECONDS = 120.0
-
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
@@ -39,10 +37,10 @@ class GlooInitInfo(WeightTransferInitInfo):
     master_port: int
     rank_offset: int
     world_size: int
+    timeout_seconds: float
     packed: bool = True
     packed_buffer_size_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES
     packed_num_buffers: int = DEFAULT_PACKED_NUM_BUFFERS
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         if not self.packed:

@@ -29,7 +29,7 @@ class WeightSender:
     """
 
     def __init__(
-        self, source: DeepSpeedSource, *, backend: str, rank: int = 0, bucket_bytes: int = 25 << 20, timeout: float
+        self, source: DeepSpeedSource, *, backend: str, rank: int = 0, bucket_bytes: int, timeout: float
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"no weight transfer backend {backend!r}: weight_sync.backend is gloo or nccl")

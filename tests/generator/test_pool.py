@@ -18,6 +18,7 @@ from generator.resume import Sampling
 from generator.rollout import Rollout
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
+from tests.pools import pool_settings_for
 from weight_sync.push import Pusher, PushError
 from weight_sync.simulated import SimulatedSender
 
@@ -32,7 +33,7 @@ class World:
     """A pool of simulated engines, a learner that has only versions, and the pushes between them."""
 
     engine: SimulatedSettings = ENGINE
-    pool_settings: PoolSettings = field(default_factory=lambda: PoolSettings(count=2, max_running=4))
+    pool_settings: PoolSettings = field(default_factory=lambda: pool_settings_for(2, max_running=4))
     engines: list[SimulatedEngine] = field(default_factory=list)
     """Every engine there ever was, by number."""
     refuse_from: int = 1_000_000
@@ -150,7 +151,7 @@ def test_an_overloaded_engine_gives_rollouts_to_one_that_joined_at_the_next_push
         assert world.pool.counts["rollouts/moved"] >= 12
         assert world.pool.counts["engines/lost"] == 0
 
-    run(test, pool_settings=PoolSettings(count=1, max_running=4), equipping=False)
+    run(test, pool_settings=pool_settings_for(1, max_running=4), equipping=False)
 
 
 # -- losing engines ---------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def test_the_last_restart_used_up_is_an_error_that_names_the_first_and_the_last_
             await task
         assert len(world.engines) == 2
 
-    run(test, pool_settings=PoolSettings(count=1, max_running=4, max_restarts=1))
+    run(test, pool_settings=pool_settings_for(1, max_running=4, max_restarts=1))
 
 
 def test_an_engine_that_does_not_start_again_is_tried_later_and_not_for_ever():
@@ -256,7 +257,7 @@ def test_an_engine_that_does_not_start_again_is_tried_later_and_not_for_ever():
         assert len(world.engines) == 1 + 4
         assert asyncio.get_running_loop().time() - begun > 4 * 30.0 + 1.0 + 2.0 + 4.0
 
-    options = PoolSettings(count=1, max_running=4, max_restarts=4)
+    options = pool_settings_for(1, max_running=4, max_restarts=4)
     run(test, pool_settings=options, refuse_from=1)
 
 
@@ -276,7 +277,7 @@ def test_nothing_that_serves_for_too_long_is_an_error_and_not_a_hang():
         with pytest.raises(EngineError, match="no engine has served for 100 s"):
             await world.generate(2)
 
-    run(test, pool_settings=PoolSettings(count=1, max_running=4, serve_timeout=100.0), equipping=False)
+    run(test, pool_settings=pool_settings_for(1, max_running=4, serve_timeout=100.0), equipping=False)
 
 
 def test_an_engine_that_does_not_start_ends_the_start_with_its_name_and_leaves_nothing_behind():
@@ -415,7 +416,7 @@ def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
 
     # The start takes longer than a step of a push may.
     slow = replace(ENGINE, start_seconds=200.0)
-    run(test, engine=slow, pool_settings=PoolSettings(count=1, max_running=4))
+    run(test, engine=slow, pool_settings=pool_settings_for(1, max_running=4))
 
 
 def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
@@ -424,7 +425,7 @@ def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
         with pytest.raises(EngineError, match="no engine is left"):
             await world.push(1)
 
-    run(test, pool_settings=PoolSettings(count=1, max_restarts=0), equipping=False)
+    run(test, pool_settings=pool_settings_for(1, max_restarts=0), equipping=False)
 
 
 def test_a_failure_of_the_learner_costs_no_engine_and_is_not_tried_for_ever():
@@ -483,7 +484,7 @@ def test_a_push_costs_a_fixed_number_of_calls_per_engine_however_many_rollouts_a
             seen.append(sum(e.called.total() - b for e, b in zip(world.engines, before, strict=True)))
             await asyncio.gather(*tasks)
 
-        run(test, pool_settings=PoolSettings(count=4, max_running=4))
+        run(test, pool_settings=pool_settings_for(4, max_running=4))
         return seen[0]
 
     # pause, load, confirm, resume; the health watch and equal loads bring nothing beside them
@@ -508,7 +509,7 @@ def test_partial_rollouts_hold_every_rollout_in_flight_also_those_that_no_engine
             check(await task)
         assert await world.pool.partial_rollouts() == []
 
-    run(test, pool_settings=PoolSettings(count=2, max_running=4))
+    run(test, pool_settings=pool_settings_for(2, max_running=4))
 
 
 def test_counters_are_those_of_the_engines_that_answer():
@@ -531,7 +532,7 @@ def test_counters_are_those_of_the_engines_that_answer():
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_pushes_deaths_and_resizings_in_any_order_never_lose_double_or_mislabel_a_token(seed, mode):
     chance = random.Random(seed)
-    options = PoolSettings(count=3, max_running=4, max_restarts=10_000, mode=mode)
+    options = pool_settings_for(3, max_running=4, max_restarts=10_000, mode=mode)
 
     async def test(world: World) -> None:
         begun: dict[str, int] = {}

@@ -49,8 +49,3 @@ def test_any_split_into_micro_batches_adds_up_to_the_loss_of_the_whole_batch(nam
     everything = share(list(range(len(lengths))))
     parts = [share([i for i in range(len(lengths)) if owner[i] == part]) for part in range(4)]
     assert sum(parts) == pytest.approx(everything, rel=1e-12, abs=1e-12)
-
-
-def test_an_unknown_name_says_what_is_known():
-    with pytest.raises(ValueError, match=r"known: sequence_mean, sequence_sum, token_mean"):
-        aggregate("mean", LOSS, MASK, SEQUENCE, WHOLE)

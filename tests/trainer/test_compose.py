@@ -1,16 +1,49 @@
-import pytest
+import re
+from collections.abc import Iterator
+from importlib import resources
 
-from trainer.checks import VALUES, ConfigError, all_keys, get
+import pytest
+import yaml
+
+from trainer.checks import ConfigError, get
 from trainer.compose import compose_config, prepared, split
 from trainer.config import Config
+from trainer.help import config_groups
+
+CONFIGS = resources.files("configs")
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k_fully_async", "ci_tiny"])
-@pytest.mark.parametrize("hardware", ["cpu", "gpu", "cluster"])
+@pytest.mark.parametrize("recipe", config_groups()["recipe"])
+@pytest.mark.parametrize("hardware", config_groups()["hardware"])
 def test_every_recipe_composes_on_every_hardware(recipe, hardware):
     config = compose_config([f"recipe={recipe}", f"hardware={hardware}"])
     assert config.name == recipe
     assert config.hardware == hardware
+    assert re.fullmatch(rf"outputs/{recipe}/[\d_-]+", config.run_dir), "interpolations are resolved"
+
+
+def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and prefix + name != "data.options":
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+@pytest.mark.parametrize("group", ["recipe", "hardware", "model"])
+def test_a_file_of_a_group_says_only_what_differs_from_the_defaults(group):
+    for path in (CONFIGS / group).iterdir():
+        tree = yaml.safe_load(path.read_text()) or {}
+        tree = tree if "@package _global_" in path.read_text() else {group: tree}
+        assert [key for key, value in leaves(tree) if get(Config(), key) == value] == [], path.name
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "recipe_on").iterdir()), ids=lambda path: path.stem)
+def test_a_recipe_s_file_for_one_hardware_says_only_what_differs_from_the_recipe(path):
+    recipe, _, hardware = path.stem.rpartition("_")
+    plain = compose_config([f"recipe={recipe}", "hardware=auto"])
+    assert hardware in config_groups()["hardware"]
+    assert [key for key, value in leaves(yaml.safe_load(path.read_text())) if get(plain, key) == value] == []
 
 
 @pytest.mark.parametrize(
@@ -24,38 +57,14 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
         (["recipe=ci_tiny", "sampling.max_token=3"], ["did you mean `sampling.max_tokens`"]),
         (["recipe=ci_tiny", "optimizer.lr=3"], ["did you mean `optimizer.learning_rate`"]),
         (["recipe=ci_tiny", "+x=3"], ["`x` is not a key"]),
-        (["recipe=ci_tiny", "optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan", "finite"]),
-        (["recipe=ci_tiny", "weight_sync.timeout=inf"], ["weight_sync.timeout=inf", "finite"]),
         (["recipe=ci_tiny", "steps=many"], ["`steps`", "many", "integer"]),
         (["recipe=ci_tiny", "steps=0"], ["`steps=0`", "at least 1"]),
-        (["recipe=ci_tiny", "optimizer=3"], ["optimizer", "OptimizerConfig"]),
+        (["recipe=ci_tiny", "optimizer=3"], ["`optimizer` holds several keys", "`optimizer.learning_rate`"]),
+        (["recipe=ci_tiny", "weight_sync=keep"], ["`weight_sync` holds several keys", "`weight_sync.mode`"]),
         (["recipe=ci_tiny", "algorithm=gpro"], ["algorithm=gpro", "did you mean `grpo`"]),
-        (["recipe=ci_tiny", "algorithm.objective=ppo_clp"], ["did you mean `ppo_clip`"]),
-        (["recipe=ci_tiny", "algorithm.correction=none"], ["importance ratio", "allow_uncorrected"]),
-        (["recipe=ci_tiny", "algorithm.proximal=behaviour"], ["twice"]),
-        (["recipe=ci_tiny", "sampling.temperature=0"], ["greedy"]),
-        (["recipe=ci_tiny", "sampling.top_p=0.9"], ["sampling.top_p"]),
-        (["recipe=ci_tiny", "sampling.stop=['']"], ["sampling.stop", "at least one character"]),
-        (["recipe=ci_tiny", "sampling.presence_penalty=0.5"], ["weight_sync.mode=keep", "`wait`"]),
-        (["recipe=ci_tiny", "sampling.frequency_penalty=0.5"], ["weight_sync.mode=keep", "`wait`"]),
-        (["recipe=ci_tiny", "weight_sync.mode=keep", "sampling.presence_penalty=3"], ["between -2 and 2"]),
-        (["recipe=ci_tiny", "sampling.repetition_penalty=0"], ["greater than 0"]),
-        (
-            [
-                "recipe=ci_tiny",
-                "sampling.repetition_penalty=1.1",
-                "algorithm.correction=none",
-                "algorithm.allow_uncorrected=true",
-            ],
-            ["`sampling.repetition_penalty`", "algorithm.correction=token_truncate"],
-        ),
         (["recipe=ci_tiny", "sampling.bad_words=[x]"], ["`sampling.bad_words` is not supported", "tokenizer"]),
         (["recipe=ci_tiny", "+sampling.structured_outputs=x"], ["grammar", "weight_sync.mode=abort"]),
         (["recipe=ci_tiny", "sampling.n=4"], ["sampling.group_size"]),
-        (["recipe=ci_tiny", "sampling.group_size=1"], ["group_size=1"]),
-        (["recipe=ci_tiny", "engine.max_model_len=8"], ["no room for a prompt"]),
-        (["recipe=ci_tiny", "learner.ranks=1000"], ["learner.ranks=1000"]),
-        (["recipe=ci_tiny", "hardware=cpu", "weight_sync.backend=nccl"], ["needs GPUs"]),
         (["recipe=ci_tiny", "batch.prompts=[1,"], ["batch.prompts"]),
     ],
 )
@@ -66,25 +75,6 @@ def test_a_broken_configuration_is_answered_in_one_paragraph_that_names_the_key(
     assert "\n" not in message
     for word in words:
         assert word in message
-
-
-def test_uncorrected_training_is_possible_when_asked_for_by_name():
-    config = compose_config(["recipe=ci_tiny", "algorithm.correction=none", "algorithm.allow_uncorrected=true"])
-    assert config.algorithm.correction == "none"
-
-
-@pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_penalties_on_the_response_alone_are_possible_where_no_rollout_is_submitted_twice(mode):
-    penalties = ["sampling.presence_penalty=0.5", "sampling.frequency_penalty=-0.5"]
-    sampling = compose_config(["recipe=ci_tiny", f"weight_sync.mode={mode}", *penalties]).sampling
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
-
-
-def test_every_checked_key_exists_and_its_default_is_allowed():
-    keys = all_keys()
-    for key, allowed in VALUES.items():
-        assert key in keys
-        assert get(Config(), key) in allowed
 
 
 @pytest.mark.parametrize("arguments", [["recipe=ci_tiny"], ["recipe=ci_tiny", "hardware=auto"]])

@@ -127,7 +127,7 @@ async def test_what_cannot_be_scored_is_excluded_and_counted_and_never_zero(run,
     episodes = source(run, timeout=0.05)
     scored = await one(episodes)
     assert scored.reward is None
-    assert counted(episodes) == {cause: 1, "excluded": 1}
+    assert counted(episodes) == {cause: 1}
     assert counted(episodes) == {}
 
 

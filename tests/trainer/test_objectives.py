@@ -132,9 +132,3 @@ def test_clip_fractions_count_the_tokens_whose_gradient_the_clip_removed():
     assert metrics["policy/clip_fraction_high"] == pytest.approx(2 / 5)
     assert metrics["policy/clip_fraction_low"] == pytest.approx(2 / 5)
     assert [g == 0 for g in gradient.tolist()] == [True, True, True, True, True, False]
-
-
-@pytest.mark.parametrize("field", ["objective", "proximal", "correction", "aggregation"])
-def test_an_unknown_name_says_which_key_and_what_is_known(field):
-    with pytest.raises(ValueError, match=rf"algorithm\.{field} is 'nope'; known: "):
-        value_and_gradient(AlgorithmConfig(**{field: "nope"}))
