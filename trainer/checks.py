@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from trainer.config import AlgorithmConfig, Config
@@ -33,11 +33,13 @@ VALUES: dict[str, tuple[str, ...]] = {
 """The keys that take one of a few words. A test holds them against the registries that know what the words mean."""
 
 AT_LEAST: dict[str, float] = {
+    "seed": 0,
     "steps": 1,
     "batch.prompts": 1,
     "sampling.group_size": 1,
     "sampling.max_tokens": 1,
     "sampling.min_tokens": 0,
+    "sampling.seed": 0,
     "sampling.temperature": 0,
     "sampling.top_k": 0,
     "sampling.min_p": 0,
@@ -59,6 +61,15 @@ AT_LEAST: dict[str, float] = {
     "engine.max_restarts": 0,
     "weight_sync.bucket_mib": 1,
     "rewarding.workers": 1,
+    "engine.kv_cache_mib": 0,
+    "engine.cpu_threads": 0,
+    "learner.cpu_threads": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.beta1": 0,
+    "optimizer.beta2": 0,
+    "logger.rollouts.every": 0,
+    "logger.table.every": 0,
+    "logger.table.rows": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }
@@ -75,8 +86,16 @@ POSITIVE = (
     "weight_sync.drain_timeout",
     "rewarding.timeout",
     "shutdown.timeout",
+    "optimizer.eps",
+    "engine.gpu_memory_utilization",
 )
 """Numbers that must be greater than 0."""
+
+AT_MOST = {"engine.gpu_memory_utilization": 1, "learner.zero_stage": 3}
+"""The largest value of a number."""
+
+LARGEST_INTEGER = 2**31 - 1
+"""Of any integer: what the libraries behind take for seeds and sizes."""
 
 
 UNSUPPORTED: dict[str, str] = {
@@ -135,16 +154,32 @@ def check(config: Config) -> None:
         if value not in allowed:
             hint = nearest(str(value), allowed)
             raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{hint}")
-    for key, least in AT_LEAST.items():
-        if not least <= get(config, key) < math.inf:  # false for NaN too
-            raise ConfigError(f"`{key}={get(config, key)}`: the value must be at least {least:g}, and finite")
-    for key in POSITIVE:
-        if not 0 < get(config, key) < math.inf:
-            raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0, and finite")
+    for key, value in leaves(config):
+        _check_leaf(key, value)
+    for key in ("optimizer.beta1", "optimizer.beta2"):
+        if get(config, key) >= 1:
+            raise ConfigError(f"`{key}={get(config, key)}`: the value must be below 1")
     _check_sampling(config)
     _check_resumable(config)
     _check_algorithm(config)
     _check_parallelism(config)
+
+
+def _check_leaf(key: str, value: Any) -> None:
+    """What holds for the value of one key, whatever the others are."""
+    if value == "":
+        raise ConfigError(f"`{key}=''`: the value is empty; leave the key out, or give it a value")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not math.isfinite(value):
+        raise ConfigError(f"`{key}={value}`: the value must be a finite number")
+    if key in AT_LEAST and value < AT_LEAST[key]:
+        raise ConfigError(f"`{key}={value}`: the value must be at least {AT_LEAST[key]:g}")
+    if key in POSITIVE and value <= 0:
+        raise ConfigError(f"`{key}={value}`: the value must be greater than 0")
+    most = AT_MOST.get(key, LARGEST_INTEGER if isinstance(value, int) else math.inf)
+    if value > most:
+        raise ConfigError(f"`{key}={value}`: the value must be at most {most:,}")
 
 
 def _check_sampling(config: Config) -> None:
@@ -234,8 +269,6 @@ def _check_parallelism(config: Config) -> None:
             f"`learner.ranks={config.learner.ranks}` needs at least as many rollouts in a batch; "
             f"`batch.prompts={config.batch.prompts}` x `sampling.group_size={config.sampling.group_size}` is {rollouts}"
         )
-    if config.learner.zero_stage > 3:
-        raise ConfigError(f"`learner.zero_stage={config.learner.zero_stage}`: DeepSpeed knows the stages 0 to 3")
     if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
         raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")
     if config.hardware in ("gpu", "cluster") and config.weight_sync.backend == "gloo":
@@ -243,6 +276,16 @@ def _check_parallelism(config: Config) -> None:
             f"`weight_sync.backend=gloo` is for CPU engines; with `hardware={config.hardware}` use "
             "`weight_sync.backend=nccl`"
         )
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with a value of its own, and the value."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value
 
 
 def get(config: Any, key: str) -> Any:

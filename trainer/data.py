@@ -48,6 +48,9 @@ def build_prompts(
             texts.append(prompt)
         else:
             texts.append(_chat_text(tokenizer, prompt))
+    for index, text in enumerate(texts):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"row {index + 1}: the prompt holds half a surrogate pair: {text!r:.80}")
     token_ids: list[list[int]] = [[] for _ in rows]
     for kind in {*chats}:
         chosen = [index for index, chat in enumerate(chats) if chat is kind]
@@ -143,7 +146,11 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position. Raises :class:`DataError` when it belongs to other prompts or another order."""
+        """Continue at a saved position.
+
+        Raises :class:`DataError` when it belongs to other prompts or another order, and ``KeyError``, ``TypeError`` or
+        ``ValueError`` when it is none.
+        """
         for name, mine in (("seed", self._seed), ("shuffle", self._shuffle), ("fingerprint", self._fingerprint)):
             if state[name] != mine:
                 what = "the prompts are not the same" if name == "fingerprint" else f"{name} was {state[name]}"
@@ -151,9 +158,13 @@ class PromptStream:
                     f"the checkpoint's position in the data does not fit this run: {what}. Resume with the data set, "
                     "prompt format and seed of the checkpoint, or start afresh in another run_dir"
                 )
-        self._start_epoch(int(state["epoch"]))
-        self._cursor = int(state["cursor"])
-        self._returned = deque(int(index) for index in state["returned"])
+        epoch, cursor, returned = int(state["epoch"]), int(state["cursor"]), [int(i) for i in state["returned"]]
+        count = len(self._prompts)
+        if epoch < 0 or not 0 <= cursor <= count or any(not 0 <= index < count for index in returned):
+            raise ValueError(f"a position that does not exist among {count} prompts")
+        self._start_epoch(epoch)
+        self._cursor = cursor
+        self._returned = deque(returned)
         self._handed_out = []
 
     def _start_epoch(self, epoch: int) -> None:

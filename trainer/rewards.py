@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,9 +157,12 @@ class RewardScorer:
 
     def _checked(self, part: RewardPart, result: Any, count: int) -> list[float | None]:
         try:
-            values = list(result)
-        except TypeError as error:
-            raise NotScoredError("invalid", f"returned {result!r:.80} instead of a list of {count} numbers") from error
+            # The keys of a mapping and the members of a set are not rewards, and have no order that means anything.
+            values = None if isinstance(result, Mapping | Set | str | bytes) else list(result)
+        except TypeError:
+            values = None
+        if values is None:
+            raise NotScoredError("invalid", f"returned {result!r:.80} instead of a list of {count} numbers")
         if len(values) != count:
             raise NotScoredError("wrong_length", f"returned {len(values)} values for {count} completions")
         checked: list[float | None] = []
@@ -174,7 +177,7 @@ class RewardScorer:
         if value is None:
             self._unscored.count("declined")
         else:
-            what = NotScoredError("invalid", f"returned {value!r:.80}, which is not a finite number")
+            what = NotScoredError("invalid", f"returned {value!r:.80}, which is no number that can be averaged")
             self._unscored.tell(f"reward {part.name}", what)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from typing import Any
 
@@ -46,12 +45,16 @@ class Unscored:
         return counts
 
 
+LARGEST = 1e30
+"""Rewards beyond this overflow in the sums of squares that follow, and no reward means it."""
+
+
 def finite_number(value: Any) -> float | None:
-    """``value`` as a finite float, or ``None`` when it is none."""
+    """``value`` as a float of at most ``LARGEST`` in size, or ``None`` when it is none."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None  # false for NaN too

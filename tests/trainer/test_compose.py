@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from trainer.checks import ConfigError, get
-from trainer.compose import compose_config, prepared, split
+from trainer.compose import check_flags, compose_config, jobs, prepared, split
 from trainer.config import Config
 from trainer.help import config_groups
 
@@ -88,6 +88,23 @@ def test_flags_of_hydra_may_stand_anywhere_and_come_last():
     assert overrides[:2] == ["recipe=ci_tiny", "~data"]
     assert flags == ["--cfg", "job"]
     assert prepared(["recipe=ci_tiny", "--cfg", "job"])[-2:] == flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["steps"], "steps=VALUE"), (["-cn", "other"], "no flag `-cn`"), (["--multrun"], "did you mean `--multirun`")],
+)
+def test_a_word_that_is_neither_override_nor_flag_is_refused_by_name(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        check_flags(flags)
+
+
+def test_the_jobs_of_a_sweep_hold_every_value():
+    found = list(jobs(["recipe=ci_tiny", "seed=0,1,2", "steps=range(3,5)", "sampling.stop=[a,b]"]))
+    assert found == [
+        ["recipe=ci_tiny", f"seed={seed}", f"steps={steps}", "sampling.stop=[a,b]"]
+        for seed, steps in ((0, 3), (1, 4), (2, 3))
+    ]
 
 
 def test_no_override_goes_to_hydras_own_help():

@@ -57,6 +57,18 @@ def test_an_empty_data_set_and_an_empty_prompt_are_refused(tokenizer):
         build_prompts([{"q": ""}], lambda row: row["q"], tokenizer, max_tokens=3)
 
 
+def test_half_a_character_is_refused_with_its_row(tokenizer):
+    with pytest.raises(DataError, match="row 2: the prompt holds half"):
+        build_prompts([{"q": "fine"}, {"q": "\ud800 x"}], lambda row: row["q"], tokenizer, max_tokens=9)
+
+
+def test_a_position_that_no_stream_of_these_prompts_was_at_is_refused():
+    state = PromptStream(prompts(5), seed=0).state_dict()
+    for broken in ({"cursor": 99_999}, {"returned": [99_999]}, {"epoch": -1}):
+        with pytest.raises(ValueError, match="position"):
+            PromptStream(prompts(5), seed=0).load_state_dict(state | broken)
+
+
 def test_a_column_that_would_hide_the_texts_from_rewards_is_refused(tokenizer):
     with pytest.raises(DataError, match="column 'completions'"):
         build_prompts([{"completions": "x"}], lambda row: "ab", tokenizer, max_tokens=3)

@@ -59,6 +59,8 @@ async def test_the_reward_is_the_weighted_sum_and_every_part_is_kept_by_name():
         ("alarms", "failed"),
         ("too_few", "wrong_length"),
         ("not_a_list", "invalid"),
+        ("by_number", "invalid"),
+        ("huge", "invalid"),
     ],
 )
 async def test_a_function_that_fails_excludes_its_rollouts_and_is_counted_by_cause(function, cause):
