@@ -12,7 +12,7 @@ from trainer.batching import Packing
 from trainer.checks import VALUES, ConfigError, all_keys, check, get
 from trainer.config import Config
 from trainer.corrections import CORRECTIONS
-from trainer.help import config_groups
+from trainer.help import config_groups, field_comments, rows
 from trainer.objectives import OBJECTIVES, PROXIMAL_POLICIES
 
 
@@ -91,3 +91,9 @@ def test_every_checked_key_exists_and_its_default_is_allowed():
 )
 def test_the_words_that_a_key_may_take_are_those_that_the_code_behind_it_knows(key, words):
     assert sorted(VALUES[key]) == sorted(words)
+
+
+def test_the_words_that_a_key_may_take_are_all_named_in_its_meaning():
+    meanings = {key: meaning for key, _, meaning in rows(Config, "", field_comments())}
+    for key, words in VALUES.items():
+        assert [word for word in words if word not in meanings[key]] == [], key
