@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,6 +111,10 @@ class PromptStream:
         """How many times every prompt has been handed out."""
         return self._epoch
 
+    def by_id(self, prompt_id: int) -> Prompt:
+        """A prompt of the stream. Raises ``KeyError`` for an id that it does not have."""
+        return self._by_id[prompt_id]
+
     def next(self) -> Prompt:
         """The next prompt: one that was given back, if there is one, else the next of the epoch."""
         prompt = self._take()
@@ -137,18 +141,23 @@ class PromptStream:
         self._returned.append(prompt.id)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values for a checkpoint. Prompts handed out and not done come first again."""
+        """The position, as plain values for a checkpoint."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "returned": [*self._handed_out, *self._returned],
+            "handed_out": list(self._handed_out),
+            "returned": list(self._returned),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position. Raises :class:`DataError` when it belongs to other prompts or another order."""
+    def load_state_dict(self, state: Mapping[str, Any], kept: Iterable[int] = ()) -> None:
+        """Continue at a saved position.
+
+        ``kept`` are the ids of prompts whose groups go on: these stay handed out. Others that were handed out and not
+        done come first again. Raises :class:`DataError` when the position belongs to other prompts or another order.
+        """
         for name, mine in (("seed", self._seed), ("shuffle", self._shuffle), ("fingerprint", self._fingerprint)):
             if state[name] != mine:
                 what = "the prompts are not the same" if name == "fingerprint" else f"{name} was {state[name]}"
@@ -158,8 +167,13 @@ class PromptStream:
                 )
         self._start_epoch(int(state["epoch"]))
         self._cursor = int(state["cursor"])
-        self._returned = deque(int(index) for index in state["returned"])
-        self._handed_out = []
+        self._handed_out = list(kept)
+        again = list(state.get("handed_out", ()))  # checkpoints from before rollouts were kept have them in "returned"
+        for prompt_id in self._handed_out:
+            if prompt_id not in again:
+                raise DataError(f"the checkpoint keeps rollouts of the prompt {prompt_id}, which it had not handed out")
+            again.remove(prompt_id)
+        self._returned = deque([*again, *state["returned"]])
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

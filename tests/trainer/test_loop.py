@@ -207,7 +207,7 @@ async def test_a_group_that_expired_is_sampled_again_and_the_run_reaches_its_las
     prompt = run.prompts.next()
     run.admission.admit()
     run.admission.finished()
-    run.buffer.put(Group(prompt, (ScoredRollout(old, "", 1.0, {}),) * 2, 0))
+    run.groups.buffer.put(Group(prompt, (ScoredRollout(old, "", 1.0, {}),) * 2, 0))
     await finish(run)
     assert run.admission.dropped == {"expired": 1}
     assert run.watch.counts["tokens/expired"] == 2
@@ -229,7 +229,7 @@ async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner
 async def test_nothing_is_sampled_beyond_what_the_steps_need():
     run = await finish(parts(steps=4, bound=3))
     assert run.engines.calls == 4 * 3
-    assert len(run.buffer) == 0
+    assert len(run.groups.buffer) == 0
 
 
 async def test_an_engine_that_joins_gets_the_published_version_at_once():

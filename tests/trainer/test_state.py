@@ -7,6 +7,7 @@ from generator.task import DataError
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream
+from trainer.groups import KeptGroups
 from trainer.state import (
     STATE_FILE,
     RunState,
@@ -23,7 +24,13 @@ def write(run_dir, step: int, keep: int = 9):
     final = checkpoint_path(run_dir, step)
     temporary = final.with_name(f".{final.name}.writing")
     temporary.mkdir(parents=True)
-    commit(temporary, final, RunState(step=step, model="auto", prompts=stream().state_dict(), totals={}), keep)
+    commit(
+        temporary,
+        final,
+        RunState(step=step, model="auto", prompts=stream().state_dict(), totals={}, next_group=7),
+        KeptGroups(),
+        keep,
+    )
     return final
 
 
@@ -36,8 +43,9 @@ def stream(seed: int = 0) -> PromptStream:
 
 
 def test_a_checkpoint_reads_back_what_was_written(tmp_path):
-    state = load_state(write(tmp_path, 3), config(), stream())
-    assert state == RunState(step=3, model="auto", prompts=stream().state_dict(), totals={})
+    state, kept = load_state(write(tmp_path, 3), config(), stream())
+    assert state == RunState(step=3, model="auto", prompts=stream().state_dict(), totals={}, next_group=7)
+    assert kept == KeptGroups(first_number=7)
 
 
 def test_resume_auto_takes_the_newest_by_number_not_by_name(tmp_path):
