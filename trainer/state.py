@@ -1,10 +1,10 @@
 """Checkpoints: everything a run needs to go on after its process is gone.
 
 A checkpoint is a folder ``checkpoints/step_<n>/``: the learner (weights, optimizer, written by DeepSpeed), the rollouts
-that wait to be learned from and those in flight, with the tokens that they have (``rollouts.jsonl``), and ``state.json``
-(position in the data, totals). The last two are of one moment: of every prompt that was handed out, either the group is
-kept or there is nothing left to do. It is written beside its final place and renamed, so a torn one is never taken for
-a whole one.
+that wait to be learned from and those in flight, with the tokens that they have (``rollouts.jsonl``), and the position
+in the data and the totals (``state.json``). The two files are of one moment: of every prompt that was handed out, the
+group is kept, or there is nothing left to do. It is written beside its final place and renamed, so a torn one is never
+taken for a whole one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEARNER_FOLDER = "learner"
 COLLECT_SECONDS = 10.0
 """How long a checkpoint waits for an engine to tell what it is sampling. What it does not tell is sampled again."""
 NUMBERS_BEFORE = 1_000_000
-"""More groups a step than any run had that did not write their numbers into its checkpoints."""
+"""Group numbers go on from so many a step where the checkpoint does not have them: more than any run had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple
     if state.step > config.steps:
         raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
     prompts.load_state_dict(state.prompts)  # other data is refused before rollouts of it are looked for
-    kept = KeptGroups(first_number=NUMBERS_BEFORE * state.step)
+    kept = KeptGroups(first_number=NUMBERS_BEFORE * (1 + state.step))
     if state.next_group is not None:
         kept = _resumable(read_groups(checkpoint, prompts.by_id, state.next_group), config.sampling)
         prompts.load_state_dict(state.prompts, kept.prompt_ids)
