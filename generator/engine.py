@@ -44,8 +44,10 @@ class _Call:
     sampling: Sampling
     size: int
     leaving: str = ""
+    untouched: set[str] = field(default_factory=set)
+    """Ids of the rollouts that were not submitted yet."""
     requests: dict[str, Request] = field(default_factory=dict)
-    """Those at vLLM now, by id."""
+    """Those at vLLM now, by the rollout's id."""
 
 
 class Engine:
@@ -70,8 +72,9 @@ class Engine:
         self._calls: list[_Call] = []
         """In the order in which they came."""
         self._requests: dict[str, Request] = {}
-        """What was handed to vLLM and has not come back, by id."""
+        """What was handed to vLLM and has not come back, by the rollout's id."""
         self._live: dict[str, Rollout] = {}
+        """Every rollout of the calls as of its last request, by id; finished ones until their call returns."""
         self._ids = itertools.count()
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._decode: Decode | None = None
@@ -117,44 +120,51 @@ class Engine:
         own unless given. A rollout whose requests stall again and again comes back with the reason ``failed``.
         """
         if self._leaving:
-            return Returned(rollouts, self._leaving)
-        call = _Call(sampling or self.settings.sampling, len(rollouts))
+            return Returned(rollouts, self._leaving, frozenset(rollout.id for rollout in rollouts))
+        call = _Call(sampling or self.settings.sampling, len(rollouts), untouched={rollout.id for rollout in rollouts})
         self._calls.append(call)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._finish(rollout, call)) for rollout in rollouts]
         finally:
             self._calls.remove(call)
+            for rollout in rollouts:
+                self._live.pop(rollout.id, None)
         done = [task.result() for task in tasks]
-        return Returned(done, call.leaving if any(rollout.finish_reason is None for rollout in done) else "")
+        left = frozenset(rollout.id for rollout in done if rollout.finish_reason is None)
+        return Returned(done, call.leaving if left else "", left & call.untouched)
 
     async def _finish(self, rollout: Rollout, call: _Call) -> Rollout:
-        """The resume loop of one rollout: submit, keep what came back, ask what is next."""
+        """The resume loop of one rollout; what is known of it is in ``_live`` at any time."""
+        finished = await self._sample(rollout, call)
+        self._live[rollout.id] = finished
+        return finished
+
+    async def _sample(self, rollout: Rollout, call: _Call) -> Rollout:
+        """Submit, keep what came back, ask what is next."""
         stops = self._stop_matcher(call.sampling, rollout)
         start = call.sampling.turn_start
         # What arrives may have been sampled elsewhere, up to a stop string or across one.
         if stops is not None and (end := stops.feed(rollout.response_token_ids[start:])) is not None:
             rollout = rollout.first(start + end)
         self._live[rollout.id] = rollout
-        submissions = stalls = 0
-        try:
-            while not isinstance(
-                decision := next_submission(call.sampling, rollout, stops is not None and stops.stopped), Finished
-            ):
-                if not await self._admitted(call):
-                    return rollout
-                request = await self._submit(rollout.id, decision, call, stops)
-                for segment in request.segments():
-                    rollout = rollout.extended(segment)
-                rollout = replace(rollout, resumes=rollout.resumes + (submissions > 0))
-                self._live[rollout.id] = rollout
-                submissions += 1
-                stalls = stalls + 1 if request.stalled else 0
-                if stalls >= self.settings.rollout_tries:
-                    return replace(rollout, finish_reason="failed")
-            return replace(rollout, finish_reason=decision.reason)
-        finally:
-            del self._live[rollout.id]
+        resumed = len(rollout.response_token_ids) > start
+        stalls = 0
+        while not isinstance(
+            decision := next_submission(call.sampling, rollout, stops is not None and stops.stopped), Finished
+        ):
+            if not await self._admitted(call):
+                return rollout
+            rollout = self._live[rollout.id] = replace(rollout, resumes=rollout.resumes + resumed)
+            request = await self._submit(rollout.id, decision, call, stops)
+            for segment in request.segments():
+                rollout = rollout.extended(segment)
+            self._live[rollout.id] = rollout
+            resumed = True
+            stalls = stalls + 1 if request.stalled else 0
+            if stalls >= self.settings.rollout_tries:
+                return replace(rollout, finish_reason="failed")
+        return replace(rollout, finish_reason=decision.reason)
 
     def _stop_matcher(self, sampling: Sampling, rollout: Rollout) -> StopMatcher | None:
         if not sampling.stop:
@@ -180,7 +190,8 @@ class Engine:
         from vllm.inputs.engine import tokens_input
 
         request = Request(f"{rollout_id}/{next(self._ids)}", stops)
-        self._requests[request.id] = call.requests[request.id] = request
+        self._requests[rollout_id] = call.requests[rollout_id] = request
+        call.untouched.discard(rollout_id)
         self._idle.clear()
         prompt = tokens_input(list(submission.prompt_token_ids))
         params = sampling_params(call.sampling, submission)
@@ -194,7 +205,7 @@ class Engine:
                 raise
             self._die(error)
         finally:
-            del self._requests[request.id], call.requests[request.id]
+            del self._requests[rollout_id], call.requests[rollout_id]
             if not self._requests:
                 self._idle.set()
         self._counts["generated_tokens"] += len(request.token_ids)
@@ -340,8 +351,18 @@ class Engine:
     # -- looking in -------------------------------------------------------------------------------------------------
 
     async def partial_rollouts(self) -> list[Rollout]:
-        """The rollouts in flight with the tokens known so far. Complete while paused."""
-        return list(self._live.values())
+        """Every rollout of the calls in flight with the tokens known so far, those that are finished included.
+
+        Complete while paused. The engine serves on meanwhile, between one rollout and the next.
+        """
+        partial = []
+        for rollout_id, before in list(self._live.items()):
+            rollout, request = self._live.get(rollout_id, before), self._requests.get(rollout_id)
+            for segment in request.certain_segments() if request is not None and rollout_id in self._live else ():
+                rollout = rollout.extended(segment)
+            partial.append(rollout)
+            await asyncio.sleep(0)
+        return partial
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start: tokens generated, tokens cut behind a stop string, prompt tokens found in the
@@ -351,7 +372,8 @@ class Engine:
         arriving = sum(len(request.token_ids) for request in self._requests.values())
         stats = {name: float(count) for name, count in self._counts.items()}
         stats["generated_tokens"] += arriving
-        return stats | {"in_flight": float(len(self._live)), "submitted": float(len(self._requests))}
+        in_flight = sum(rollout.finish_reason is None for rollout in self._live.values())
+        return stats | {"in_flight": float(in_flight), "submitted": float(len(self._requests))}
 
     async def prompt_logprobs(self, sequences: list[tuple[int, ...]]) -> list[list[float]]:
         """Log-probabilities at temperature 1 of each sequence's tokens after the first, under the held weights."""

@@ -44,6 +44,8 @@ class Returned:
 
     rollouts: list[Rollout]
     reason: str = ""
+    untouched: frozenset[str] = frozenset()
+    """Ids of those that were handed back before the engine submitted them even once."""
 
 
 class EngineLink(Protocol):
@@ -92,7 +94,7 @@ class EngineLink(Protocol):
         ...
 
     async def partial_rollouts(self) -> list[Rollout]:
-        """The rollouts in flight with their tokens so far."""
+        """Every rollout of the calls in flight with the tokens known so far, those that are finished included."""
         ...
 
     async def stats(self) -> dict[str, float]:

@@ -36,6 +36,8 @@ class Request:
     surplus_tokens: int = 0
     """Tokens that vLLM sampled behind the end of the response before the request could be ended. They are cut."""
     stalled: bool = False
+    submitted_version: int | None = None
+    """What was served when the request was handed in."""
     _limit: float = 0.0
     _deadline: asyncio.Timeout | None = None
 
@@ -46,6 +48,7 @@ class Request:
         served version whenever tokens arrive.
         """
         self._limit = limit
+        self.submitted_version = version()
         try:
             async with asyncio.timeout(limit) as self._deadline:
                 async for output in llm.generate(prompt, params, self.id):
@@ -118,6 +121,14 @@ class Request:
         wrong = sum(ours != theirs for ours, theirs in zip(self.versions, recorded, strict=True))
         self.versions = recorded
         return wrong
+
+    def certain_segments(self) -> list[Segment]:
+        """What the request has brought so far and whose version is certain before vLLM's record is there.
+
+        Where requests live through a push, a token that arrives behind it may have been sampled before. A token that
+        arrives while the version of the hand-in is served can be of no other.
+        """
+        return [segment for segment in self.segments() if segment.version == self.submitted_version]
 
     def segments(self) -> list[Segment]:
         """What the request brought, one segment a version."""

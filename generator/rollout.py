@@ -42,7 +42,8 @@ class Rollout:
 
     Response tokens are *sampled*, or *observed*: written by an environment between two turns of the model.
     ``finish_reason`` is ``None`` while the rollout is unfinished. ``segments`` counts the submissions that contributed
-    at least one token; ``resumes`` those after the first of a turn, including those that were aborted empty.
+    at least one token; ``resumes`` those after the first of a turn, including those that were aborted empty, and those
+    after a restart of the run that continue tokens.
 
     Raises :class:`RolloutError` when the columns differ in length, a log-probability is not finite or is positive,
     versions decrease along the response, or observations overlap, come first, or are seen by the loss.
@@ -184,6 +185,11 @@ class Rollout:
             finish_reason=finish_reason,
             segments=self.segments + (count > 0),
         )
+
+
+def further(one: Rollout, other: Rollout) -> Rollout:
+    """The one of two views of a rollout that knows more: more tokens, or as many and that they are all."""
+    return max(one, other, key=lambda seen: (len(seen.response_token_ids), seen.finish_reason is not None))
 
 
 @dataclass(frozen=True, slots=True)

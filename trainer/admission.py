@@ -54,6 +54,15 @@ class Admission:
         self.running += 1
         return self.version
 
+    def continue_at(self, version: int, buffered: int) -> None:
+        """A run goes on after ``version`` optimizer steps, with ``buffered`` scored groups of its checkpoint.
+
+        The bound is the same as after a fresh start (V2). Groups that were in flight are admitted again, before new
+        ones; they had their places before, so there is room for them unless the configuration became narrower.
+        """
+        self.version, self.running, self.buffered = version, 0, buffered
+        self.consumed = version * self.batch_prompts
+
     def finished(self) -> None:
         """A running group waits in the buffer now."""
         self._leave("running")

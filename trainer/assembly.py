@@ -114,7 +114,7 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     return MultiTurn(
         inputs.environment,
         engines,
-        engine_settings(config, inputs.model, inputs.prompts.longest_prompt).sampling,
+        engine_settings(config, inputs.model, inputs.prompts.longest_prompt).sampling,  # the same for every engine
         codec,
         watch.trace,
         timeout=config.rewarding.timeout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +109,10 @@ class PromptStream:
         """Tokens of the longest prompt."""
         return max(len(prompt.token_ids) for prompt in self._prompts)
 
+    def by_id(self, prompt_id: int) -> Prompt:
+        """A prompt of the stream. Raises ``KeyError`` for an id that it does not have."""
+        return self._by_id[prompt_id]
+
     def next(self) -> Prompt:
         """The next prompt: one that was given back, if there is one, else the next of the epoch."""
         prompt = self._take()
@@ -135,21 +139,23 @@ class PromptStream:
         self._returned.append(prompt.id)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values for a checkpoint. Prompts handed out and not done come first again."""
+        """The position, as plain values for a checkpoint."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "returned": [*self._handed_out, *self._returned],
+            "handed_out": list(self._handed_out),
+            "returned": list(self._returned),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], kept: Iterable[int] = ()) -> None:
         """Continue at a saved position.
 
-        Raises :class:`DataError` when it belongs to other prompts or another order, and ``KeyError``, ``TypeError`` or
-        ``ValueError`` when it is none.
+        ``kept`` are the ids of prompts whose groups go on: these stay handed out. Others that were handed out and not
+        done come first again. Raises :class:`DataError` when the position belongs to other prompts or another order,
+        and ``KeyError``, ``TypeError`` or ``ValueError`` when it is none.
         """
         for name, mine in (("seed", self._seed), ("shuffle", self._shuffle), ("fingerprint", self._fingerprint)):
             if state[name] != mine:
@@ -159,13 +165,19 @@ class PromptStream:
                     "prompt format and seed of the checkpoint, or start afresh in another run_dir"
                 )
         epoch, cursor, returned = int(state["epoch"]), int(state["cursor"]), [int(i) for i in state["returned"]]
+        # Checkpoints from before rollouts were kept have these in "returned".
+        again = [int(i) for i in state.get("handed_out", ())]
         count = len(self._prompts)
-        if epoch < 0 or not 0 <= cursor <= count or any(not 0 <= index < count for index in returned):
+        if epoch < 0 or not 0 <= cursor <= count or any(not 0 <= index < count for index in [*returned, *again]):
             raise ValueError(f"a position that does not exist among {count} prompts")
         self._start_epoch(epoch)
         self._cursor = cursor
-        self._returned = deque(returned)
-        self._handed_out = []
+        self._handed_out = list(kept)
+        for prompt_id in self._handed_out:
+            if prompt_id not in again:
+                raise DataError(f"the checkpoint keeps rollouts of the prompt {prompt_id}, which it had not handed out")
+            again.remove(prompt_id)
+        self._returned = deque([*again, *returned])
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

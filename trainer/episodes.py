@@ -27,6 +27,13 @@ class EpisodeSource(Protocol):
         """
         ...
 
+    def partial_rollouts(self) -> dict[str, Rollout]:
+        """What is known here, by the rollout's id, of rollouts that are being sampled or scored.
+
+        What an engine samples at this moment is the engine's to tell.
+        """
+        ...
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call, under the names of :meth:`trainer.unscored.Unscored.take_counts`."""
         ...
@@ -74,20 +81,32 @@ class SingleTurn:
         self._decode = decode
         self._trace = trace
         self._drop_group = drop_group
+        self._scoring: dict[str, Rollout] = {}
 
     async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> tuple[ScoredRollout, ...]:
         """Sample the group to its end, across any number of pushes, then score it."""
         with self._trace.span("engine", f"prompt {prompt.id}", version=version):
             finished = await self._engines.generate(rollouts)
-        with self._trace.span("reward", f"prompt {prompt.id}"):
-            ended = [rollout for rollout in finished if rollout.finish_reason != "failed"]
-            if len(ended) < len(finished) and self._drop_group:
-                ended = []
-            texts = [self._decode(rollout.response_token_ids) for rollout in ended]
-            scored = (
-                {item.rollout.id: item for item in await self._rewards.score(prompt, ended, texts)} if ended else {}
-            )
+        # The pool has forgotten the group by now; there was no await in between.
+        self._scoring.update((rollout.id, rollout) for rollout in finished)
+        try:
+            with self._trace.span("reward", f"prompt {prompt.id}"):
+                scored = await self._score(prompt, finished)
+        finally:
+            for rollout in finished:
+                del self._scoring[rollout.id]
         return tuple(scored.get(rollout.id, ScoredRollout(rollout, "", None, {})) for rollout in finished)
+
+    async def _score(self, prompt: Prompt, finished: list[Rollout]) -> dict[str, ScoredRollout]:
+        ended = [rollout for rollout in finished if rollout.finish_reason != "failed"]
+        if not ended or (len(ended) < len(finished) and self._drop_group):
+            return {}
+        texts = [self._decode(rollout.response_token_ids) for rollout in ended]
+        return {item.rollout.id: item for item in await self._rewards.score(prompt, ended, texts)}
+
+    def partial_rollouts(self) -> dict[str, Rollout]:
+        """The finished rollouts whose groups are being scored, by id."""
+        return dict(self._scoring)
 
     def take_counts(self) -> dict[str, int]:
         """What the reward functions did not score, since the last call."""
@@ -125,9 +144,13 @@ class MultiTurn:
 
     async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> tuple[ScoredRollout, ...]:
         """Play every episode of the group, side by side."""
-        with self._trace.span("engine", f"prompt {prompt.id}", version=version):
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._play(prompt, rollout)) for rollout in rollouts]
+        try:
+            with self._trace.span("engine", f"prompt {prompt.id}", version=version):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._play(prompt, rollout)) for rollout in rollouts]
+        finally:
+            for rollout in rollouts:
+                self._playing.pop(rollout.id, None)
         scored = [task.result() for task in tasks]
         if self._drop_group and any(item.rollout.finish_reason == "failed" for item in scored):
             scored = [replace(item, reward=None) for item in scored]
@@ -138,10 +161,7 @@ class MultiTurn:
         return self._unscored.take_counts()
 
     def partial_rollouts(self) -> dict[str, Rollout]:
-        """The tokens that are known of each episode in progress, by the rollout's id: those of its ended turns.
-
-        What an engine samples at this moment is the engine's to tell.
-        """
+        """The tokens of the ended turns of each episode, by the rollout's id, until the whole group has ended."""
         return {number: conversation.partial for number, conversation in self._playing.items()}
 
     async def _play(self, prompt: Prompt, rollout: Rollout) -> ScoredRollout:
@@ -158,7 +178,6 @@ class MultiTurn:
             self._unscored.tell(self._name, error)
         finally:
             conversation.closed = True
-            del self._playing[rollout.id]
         ended = conversation.rollout
         return ScoredRollout(ended, self._codec.decode(ended.response_token_ids), reward, parts, log)
 

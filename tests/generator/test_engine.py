@@ -119,12 +119,19 @@ async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they
     by_version = {await push(pusher, learner, models["A"]): models["A"]}
     started = prompts(MAX_RUNNING + 2)
     task = asyncio.create_task(engine.generate(started))
+    partial: list[Rollout] = []
     for name in ("B",) if mode == "wait" else ("B", "A", "B"):  # after a wait nothing is left to be pushed into
         await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
+        partial += await engine.partial_rollouts()
         by_version[await push(pusher, learner, models[name])] = models[name]
     finished = (await asyncio.wait_for(task, timeout=300)).rollouts
 
     assert [rollout.id for rollout in finished] == [rollout.id for rollout in started]
+    assert any(known.response_token_ids for known in partial[: len(started)]), "before the first push"
+    for known in partial:
+        whole = finished[int(known.id)].first(len(known.response_token_ids))
+        assert (known.response_token_ids, known.logprobs) == (whole.response_token_ids, whole.logprobs)
+        assert known.versions == whole.versions
     assert max(rollout.version_count for rollout in finished) == {"abort": 4, "keep": 4, "wait": 1}[mode]
     assert max(rollout.resumes for rollout in finished) == {"abort": 3, "keep": 0, "wait": 0}[mode]
     for rollout in finished:

@@ -512,6 +512,76 @@ def test_partial_rollouts_hold_every_rollout_in_flight_also_those_that_no_engine
     run(test, pool_settings=pool_settings_for(2, max_running=4))
 
 
+def test_partial_rollouts_hold_the_tokens_of_this_moment_and_the_finished_members_of_unfinished_groups():
+    async def test(world: World) -> None:
+        task = world.generate(4)
+        lengths = [len(whole_stream(ENGINE, SAMPLING, rollout)) for rollout in prompts(4)]
+        await asyncio.sleep(min(lengths) + 2.0)
+        partial = {rollout.id: rollout for rollout in await world.pool.partial_rollouts()}
+        assert world.engines[0]._serving, "nothing is paused for it"
+        passed = min(lengths) + 2
+        for rollout, length in zip(prompts(4), lengths, strict=True):
+            known = partial[rollout.id]
+            assert len(known.response_token_ids) in (min(length, passed - 1), min(length, passed))
+            assert (known.finish_reason is not None) == (len(known.response_token_ids) == length)
+        finished = {rollout.id: rollout for rollout in await task}
+        check(list(finished.values()))
+        for name, known in partial.items():
+            assert finished[name].first(len(known.response_token_ids)) == known.first(len(known.response_token_ids))
+
+    run(test)
+
+
+def test_an_engine_that_does_not_answer_costs_no_more_than_the_limit_and_no_rollout():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(2)]
+        await asyncio.sleep(5.0)
+        world.engines[0].hang()
+        asked = asyncio.get_running_loop().time()
+        partial = await world.pool.partial_rollouts(limit=2.0)
+        assert asyncio.get_running_loop().time() - asked <= 2.0
+        tokens = {rollout.id: len(rollout.response_token_ids) for rollout in partial}
+        assert [tokens[f"0-{number}"] for number in range(4)] == [0] * 4
+        assert min(tokens[f"1-{number}"] for number in range(4)) >= 2
+        for task in tasks:
+            check(await task)
+
+    run(test, pool_settings=PoolSettings(count=2, max_running=4))
+
+
+def test_rollouts_that_come_with_tokens_go_on_from_them_and_finished_ones_are_not_sampled():
+    async def test(world: World) -> None:
+        whole = await world.pool.generate(prompts(3))
+        longest = max(range(3), key=lambda number: len(whole[number].response_token_ids))
+        given = [rollout if number != longest else rollout.first(3) for number, rollout in enumerate(whole)]
+        before = sum(engine._generated for engine in world.engines)
+        again = await world.pool.generate(given)
+        check(again)
+        assert [rollout.resumes for rollout in again] == [int(number == longest) for number in range(3)]
+        sampled = sum(engine._generated for engine in world.engines) - before
+        assert sampled == len(whole[longest].response_token_ids) - 3
+
+    run(test)
+
+
+def test_a_rollout_that_is_moved_before_it_was_ever_submitted_is_no_resume():
+    async def test(world: World) -> None:
+        for engine in world.engines:
+            await engine.pause("abort", "recompute")
+        task = world.generate(2)
+        await asyncio.sleep(1.0)
+        await world.engines[0].release(2)
+        await asyncio.sleep(1.0)
+        assert world.pool.counts["rollouts/moved"] == 2
+        for engine in world.engines:
+            await engine.resume(0)
+        rollouts = await task
+        check(rollouts)
+        assert [rollout.resumes for rollout in rollouts] == [0, 0]
+
+    run(test)
+
+
 def test_counters_are_those_of_the_engines_that_answer():
     async def test(world: World) -> None:
         task = world.generate(4)

@@ -221,18 +221,36 @@ def interrupt_after(line_like: str, signal_number: int, folder: Path) -> tuple[i
     return act_after(line_like, lambda process: process.send_signal(signal_number), folder)
 
 
-def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_path):
-    code, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path)
+LONG_ROLLOUTS = ["sampling.max_tokens=40", "sampling.ignore_eos=true", "logger.rollouts.every=1"]
+"""Sampling a group takes long enough that some are in the middle of it at any moment."""
+
+
+def rows_of(*files: Path) -> dict[str, dict]:
+    """The rows of files of rollouts, by the rollout's id, which no two have."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    by_id = {row["rollout_id"]: row for row in rows}
+    assert len(by_id) == len(rows)
+    return by_id
+
+
+def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it_token_for_token(tmp_path):
+    def interrupt(process: subprocess.Popen) -> None:
+        process.send_signal(signal.SIGINT)
+
+    code, output = act_after(r"step +2/", interrupt, tmp_path, *LONG_ROLLOUTS)
     assert code == 130, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    assert list((tmp_path / "checkpoints").glob("step_*"))
+    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
+    kept = rows_of(checkpoint / "rollouts.jsonl")
+    assert [row for row in kept.values() if row["finish_reason"] is None and row["response_token_ids"]], "in flight"
     assert no_process_left(), processes_of_this_test()
 
     steps = summary["policy_version"] + 2
     done = subprocess.run(
-        command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled"),
+        command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled",
+                *LONG_ROLLOUTS),
         capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -240,6 +258,12 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_p
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", steps, steps)
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, steps + 1))
+    trained = rows_of(*(tmp_path / "rollouts").glob("step_*.jsonl"))
+    for name, row in kept.items():
+        count = len(row["response_token_ids"])
+        for column in ("response_token_ids", "logprobs", "versions"):
+            assert trained[name][column][:count] == row[column], "a kept rollout goes on with the tokens that it had"
+    assert summary["tokens/generated"] == sum(summary[f"tokens/{end}"] for end in ("trained", "expired", "lost"))
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):

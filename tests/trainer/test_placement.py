@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from generator.launch import EngineSettings
 from tests.trainer.configs import tiny_config
 from trainer import placement
 from trainer.checks import ConfigError
@@ -31,12 +32,13 @@ def test_what_is_configured_for_sampling_reaches_the_engine():
     assert sampling.seed is None
 
 
-def test_a_sampling_seed_is_the_same_for_every_engine_and_another_one_after_a_restart():
-    def seed(first_step: int, number: int) -> int | None:
-        return placement.engine_settings(tiny_config({"sampling.seed": 5}), MODEL, 10, first_step, number).sampling.seed
+def test_a_sampling_seed_is_the_same_for_every_engine_and_after_a_restart_an_engines_own_stream_is_not():
+    def settings(first_step: int, number: int) -> EngineSettings:
+        return placement.engine_settings(tiny_config({"sampling.seed": 5}), MODEL, 10, first_step, number)
 
-    assert seed(0, 0) == seed(0, 3) == 5
-    assert seed(7, 0) == seed(7, 3) != 5
+    steps_and_engines = [(0, 0), (0, 3), (7, 0), (7, 3)]
+    assert {settings(*which).sampling.seed for which in steps_and_engines} == {5}
+    assert len({settings(*which).seed for which in steps_and_engines}) == 4
 
 
 def test_the_context_is_as_long_as_the_longest_prompt_needs():
