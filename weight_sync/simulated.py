@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weight_sync.manifest import Manifest, ManifestEntry
-from weight_sync.push import PushError, SendReport
+from weight_sync.push import PushError
 
 MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 
@@ -26,7 +26,7 @@ class SimulatedSender:
     async def prepare(self) -> Manifest:
         return MANIFEST
 
-    async def send(self, version: int) -> SendReport:
+    async def send(self, version: int) -> int:
         """Load ``version`` into every member. Raises :class:`PushError` naming the first that failed."""
         if self.seconds:
             await asyncio.sleep(self.seconds)
@@ -36,4 +36,4 @@ class SimulatedSender:
         for engine, result in zip(self.members, results, strict=True):
             if isinstance(result, BaseException):
                 raise PushError("update_weights", result, engine.name) from result
-        return SendReport(bytes=MANIFEST.total_bytes, seconds=self.seconds, buckets=1)
+        return MANIFEST.total_bytes
