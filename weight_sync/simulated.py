@@ -30,8 +30,7 @@ class SimulatedSender:
         """Load ``version`` into every member. Raises :class:`PushError` naming the first that failed."""
         if self.seconds:
             await asyncio.sleep(self.seconds)
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in MANIFEST.entries)
-        loads = [engine.load(version, entries) for engine in self.members]
+        loads = [engine.load(version, MANIFEST) for engine in self.members]
         results = await asyncio.gather(*loads, return_exceptions=True)
         for engine, result in zip(self.members, results, strict=True):
             if isinstance(result, BaseException):

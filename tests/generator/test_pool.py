@@ -511,17 +511,17 @@ def test_partial_rollouts_hold_every_rollout_in_flight_also_those_that_no_engine
     run(test, pool_settings=PoolSettings(count=2, max_running=4))
 
 
-def test_counters_are_those_of_the_engines_that_answer():
+def test_what_engines_count_is_summed_and_stalled_requests_are_warned_of_by_their_engine(caplog):
     async def test(world: World) -> None:
-        task = world.generate(4)
-        await asyncio.sleep(5.0)
-        world.engines[1].kill()
-        stats = await world.pool.stats()
-        assert list(stats) == ["engine 0"]
-        assert stats["engine 0"]["generated_tokens"] >= 12
-        await task
+        for engine, stalled in zip(world.engines, (3, 0), strict=True):
+            engine.counts = {"rollouts/stalled": stalled, "tokens/cached": 10}
+        await asyncio.gather(world.generate(4, "a"), world.generate(4, "b"))
+        assert world.pool.counts["rollouts/stalled"] == 3
+        assert world.pool.counts["tokens/cached"] == 20
 
     run(test)
+    assert "engine 0 gave 3 requests no token" in caplog.text
+    assert "engine 1 gave" not in caplog.text
 
 
 # -- everything at once -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ SUMMARY_KEYS = {
     "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
     "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
     "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
-    "engines/lost", "engines/restarted",
+    "engines/lost", "engines/restarted", "rollouts/stalled", "tokens/cached", "tokens/surplus",
 }  # fmt: skip
 ROLLOUT_KEYS = {
     "step", "prompt_token_ids", "response_token_ids", "logprobs", "versions", "loss_mask", "reward", "advantage",
