@@ -20,6 +20,7 @@ from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
 from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
+from weight_sync.client import UpdateRequest
 from weight_sync.push import Pusher
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -421,8 +422,13 @@ async def test_pauses_and_resumes_in_any_interleaving_end_as_the_last_of_them_sa
 
 
 async def test_no_version_is_served_in_the_middle_of_a_weight_update(engine, learner, pusher, models):
+    """Nor after one that was given up: its sender may have sent a part of it."""
     await engine.pause()
     await engine.start_weight_update()
+    with pytest.raises(EngineError, match="in the middle of a weight update"):
+        await engine.resume(pusher.published)
+    with pytest.raises(Exception, match="given up"):
+        await engine.update_weights(UpdateRequest({"abandoned": "given up"}))
     with pytest.raises(EngineError, match="in the middle of a weight update"):
         await engine.resume(pusher.published)
     await push(pusher, learner, models["A"])
