@@ -427,7 +427,7 @@ async def test_no_version_is_served_in_the_middle_of_a_weight_update(engine, lea
     await engine.start_weight_update()
     with pytest.raises(EngineError, match="in the middle of a weight update"):
         await engine.resume(pusher.published)
-    with pytest.raises(Exception, match="given up"):
+    with pytest.raises(Exception, match="abandoned"):
         await engine.update_weights(UpdateRequest({"abandoned": "given up"}))
     with pytest.raises(EngineError, match="in the middle of a weight update"):
         await engine.resume(pusher.published)
