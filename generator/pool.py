@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from generator.link import EngineError, EngineLink, EngineLostError, Returned
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.roster import ABLE, PoolSettings, Roster, Slot, State, all_of
 
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
+
 __all__ = ["EnginePool", "PoolSettings"]
+
+logger = logging.getLogger(__name__)
 
 OVERLOAD = 1.5
 """An engine with so many times the mean load gives rollouts away when there is a push anyway."""
@@ -28,8 +34,7 @@ OVERLOAD = 1.5
 class EnginePool:
     """Any number of engines behind one interface. Not thread-safe: call it from one event loop.
 
-    ``make(number)`` builds the link of a new engine; numbers are never used twice. A link that was killed must end the
-    calls that wait for its answers with :class:`EngineLostError`.
+    ``make(number)`` builds the link of a new engine; numbers are never used twice.
     """
 
     def __init__(self, make: Callable[[int], EngineLink], settings: PoolSettings) -> None:
@@ -43,7 +48,7 @@ class EnginePool:
         """Set while an engine waits for weights."""
         self.counts: Counter[str] = self._roster.counts
         """``engines/lost``, ``engines/restarted``, ``rollouts/moved`` (carried over with their tokens) and
-        ``rollouts/restarted`` (what their engine had sampled last is gone with it)."""
+        ``rollouts/restarted`` (what their engine had sampled last is gone with it), and what engines return."""
         self._members: list[Slot] = []
         self._in_flight: dict[str, Rollout] = {}
         """By id, with the tokens that they had when an engine took them last."""
@@ -100,6 +105,13 @@ class EnginePool:
             return Returned([replace(rollout, resumes=rollout.resumes + 1) for rollout in rollouts], "lost")
         finally:
             slot.add_load(-len(rollouts))
+        self.counts.update(returned.counts)
+        if stalled := returned.counts.get("rollouts/stalled"):
+            logger.warning(
+                "%s gave %d requests no token for so long (engine.rollout_timeout) that they were taken back",
+                slot.link.name,
+                stalled,
+            )
         if returned.reason.startswith("lost"):
             self._roster.lose(slot, EngineLostError(f"{slot.link.name} is {returned.reason}"))
         if returned.reason:
@@ -133,10 +145,9 @@ class EnginePool:
         mode, kv_cache = self.settings.mode, self.settings.kv_cache
         self.interrupted = sum(await all_of(slot.link.pause(mode, kv_cache) for slot in self._members))
 
-    async def confirm(self, version: int, manifest: Any) -> None:
+    async def confirm(self, version: int, manifest: Manifest) -> None:
         """Every engine confirms that it holds ``version``, complete by ``manifest``."""
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
-        await all_of(slot.link.confirm(version, entries) for slot in self._members)
+        await all_of(slot.link.confirm(version, manifest) for slot in self._members)
         for slot in self._members:
             slot.version = version
 
@@ -219,16 +230,6 @@ class EnginePool:
             if rollout.id in newest:
                 newest[rollout.id] = further(newest[rollout.id], rollout)
         return list(newest.values())
-
-    async def stats(self) -> dict[str, dict[str, float]]:
-        """The counters of every engine that answers, by its name."""
-        stats: dict[str, dict[str, float]] = {}
-        for slot in self._able():
-            try:
-                stats[slot.link.name] = await slot.link.stats()
-            except EngineError:
-                continue
-        return stats
 
 
 def _handed_back(rollout: Rollout, returned: Returned, turn_start: int) -> Rollout:

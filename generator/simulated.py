@@ -14,12 +14,15 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.resume import Finished, Sampling, next_submission
 from generator.rollout import Rollout, Segment
 from generator.simulated_stream import SimulatedSettings, whole_stream
+
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +72,8 @@ class SimulatedEngine:
         self.wrong_version: int | None = None
         """What the engine takes every version for that it is sent, if set."""
         self.refuse_weights = False
+        self.counts: dict[str, int] = {}
+        """What every call returns as its counts."""
         self.called: Counter[str] = Counter()
         """Calls by method."""
         self._started = False
@@ -182,7 +187,7 @@ class SimulatedEngine:
         await self._travel("generate")
         left = [work for work in call.work if work.rollout.finish_reason is None]
         untouched = frozenset(work.rollout.id for work in left if not work.touched)
-        return Returned([work.rollout for work in call.work], reason, untouched)
+        return Returned([work.rollout for work in call.work], reason, untouched, self.counts)
 
     def _submit(self, work: _Work) -> None:
         """Hand in what is next for the rollout, if the gate is open; or it is finished."""
@@ -296,7 +301,7 @@ class SimulatedEngine:
                     self._submit(work)  # the gate is closed: only sees whether that was the last token
         self._waiting.clear()
 
-    async def load(self, version: int, entries: Any) -> None:
+    async def load(self, version: int, manifest: Manifest) -> None:
         """New weights arrive. Only a paused engine takes them."""
         await self._arrive("load")
         if self._serving:
@@ -304,12 +309,12 @@ class SimulatedEngine:
         if self.refuse_weights:
             raise self._broken("refuses weights")
         self.held = version if self.wrong_version is None else self.wrong_version
-        self._manifest = entries
+        self._manifest = manifest
         await self._travel("load")
 
-    async def confirm(self, version: int, entries: Any) -> None:
+    async def confirm(self, version: int, manifest: Manifest) -> None:
         await self._arrive("confirm")
-        if self.held != version or self._manifest != entries:
+        if self.held != version or self._manifest != manifest:
             raise self._broken(f"confirms weights {self.held} instead of version {version}")
         await self._travel("confirm")
 

@@ -163,8 +163,7 @@ class OneEngine:
         await self.engine.pause(self.mode, self.kv_cache)
 
     async def confirm(self, version: int, manifest: Any) -> None:
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
-        await self.engine.confirm(version, entries)
+        await self.engine.confirm(version, manifest)
 
     def publish(self, version: int) -> None:
         self.version = version

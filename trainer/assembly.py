@@ -95,9 +95,9 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
     await learner.connect_weights(
         [link.handle for link in members],
         names=[link.name for link in members],
+        workers=[link.workers for link in members],
         address=learner.address if sync.address == "auto" else sync.address,
         port=0,
-        world_size=1 + sum(link.workers for link in members),
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,

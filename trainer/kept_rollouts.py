@@ -81,7 +81,6 @@ def _row(number: int, group: Group | StartedGroup, rollout: Rollout) -> dict[str
         "loss_mask": rollout.loss_mask,
         "observations": rollout.observations,
         "finish_reason": rollout.finish_reason,
-        "segments": rollout.segments,
         "resumes": rollout.resumes,
     }
 
@@ -95,7 +94,6 @@ def _rollout(row: dict[str, Any], prompt: Prompt) -> Rollout:
         versions=tuple(row["versions"]),
         loss_mask=tuple(row["loss_mask"]),
         finish_reason=row["finish_reason"],
-        segments=row["segments"],
         resumes=row["resumes"],
         observations=tuple((start, end) for start, end in row["observations"]),
     )

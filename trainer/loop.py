@@ -186,7 +186,7 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
 
 
 def engine_counts(parts: Parts) -> dict[str, float]:
-    """What happened to engines since the last step, also added to the totals."""
+    """What happened to engines and to requests at them since the last step, also added to the totals."""
     now = Counter(parts.engines.counts)
     since, parts.reported = now - parts.reported, now
     for name, count in since.items():

@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """What a worker is told to join the group: vLLM's ``nccl`` fields, and the deadline of each collective."""
+    """What a worker is told to join the group: vLLM's ``nccl`` fields, and the deadline of each collective.
+
+    ``packed_num_buffers`` is taken so that what fits ``nccl`` fits here: gloo fills one buffer at a time.
+    """
 
     master_address: str
     master_port: int

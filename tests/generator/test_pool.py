@@ -546,7 +546,7 @@ def test_an_engine_that_does_not_answer_costs_no_more_than_the_limit_and_no_roll
         for task in tasks:
             check(await task)
 
-    run(test, pool_settings=PoolSettings(count=2, max_running=4))
+    run(test, pool_settings=pool_settings_for(2, max_running=4))
 
 
 def test_rollouts_that_come_with_tokens_go_on_from_them_and_finished_ones_are_not_sampled():
@@ -582,17 +582,17 @@ def test_a_rollout_that_is_moved_before_it_was_ever_submitted_is_no_resume():
     run(test)
 
 
-def test_counters_are_those_of_the_engines_that_answer():
+def test_what_engines_count_is_summed_and_stalled_requests_are_warned_of_by_their_engine(caplog):
     async def test(world: World) -> None:
-        task = world.generate(4)
-        await asyncio.sleep(5.0)
-        world.engines[1].kill()
-        stats = await world.pool.stats()
-        assert list(stats) == ["engine 0"]
-        assert stats["engine 0"]["generated_tokens"] >= 12
-        await task
+        for engine, stalled in zip(world.engines, (3, 0), strict=True):
+            engine.counts = {"rollouts/stalled": stalled, "tokens/cached": 10}
+        await asyncio.gather(world.generate(4, "a"), world.generate(4, "b"))
+        assert world.pool.counts["rollouts/stalled"] == 3
+        assert world.pool.counts["tokens/cached"] == 20
 
     run(test)
+    assert "engine 0 gave 3 requests no token" in caplog.text
+    assert "engine 1 gave" not in caplog.text
 
 
 # -- everything at once -----------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_checkpoints_of_a_branch_that_was_left_go_away(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    [{"step": "x"}, {"totals": []}, {"prompts": None}, {"prompts": {}}, {"next_group": "x"}, {"unknown": 1}],
+    [{"step": "x"}, {"totals": []}, {"prompts": None}, {"prompts": {}}, {"unknown": 1}],
     ids=str,
 )
 def test_a_damaged_state_file_is_named(tmp_path, damage):

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [5, 17, 3, 60, 42, 9, 71, 2, 33]
 TIMEOUT = 60.0
+BUCKET_BYTES = 50_000
 
 
 class LocalClient:
@@ -99,7 +100,7 @@ class Engine:
         return self.run(self.llm.get_weight_version())
 
     def connected_sender(self, source: DeepSpeedSource) -> WeightSender:
-        sender = WeightSender(source, backend="gloo", bucket_bytes=50_000, timeout=TIMEOUT)
+        sender = WeightSender(source, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout=TIMEOUT)
         sender.connect_client(self.client, "127.0.0.1", 0, 2)
         return sender
 
@@ -178,9 +179,7 @@ def test_pushes_of_a_then_b_then_a_are_served_exactly_tied_head_included(engine,
     for version, seed in enumerate([1, 2, 1]):
         live.load_state_dict(tiny_llama(seed).state_dict())
         manifest = sender.prepare()
-        report = sender.send(version)
-        assert report.bytes == manifest.total_bytes
-        assert report.buckets > 2
+        assert sender.send(version) == manifest.total_bytes > 2 * BUCKET_BYTES
         assert engine.version() == str(version)
         assert_serves(engine, live)
     assert_serves(engine, model_a)
@@ -210,7 +209,6 @@ def test_a_group_is_not_used_again_after_a_failure_and_a_new_one_works(engine, m
     sender = engine.connected_sender(Partial(model_a, without="model.norm.weight"))
     with pytest.raises(PushError):
         sender.send(20)
-    assert not sender.connected
     with pytest.raises(PushError, match="connect before the push"):
         sender.send(20)
     model_b = tiny_llama(2)

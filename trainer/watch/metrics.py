@@ -230,8 +230,8 @@ class RunningTotals:
     last_rewards: list[float] = field(default_factory=list)
 
     COUNTED = ("tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished",
-               "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "engines/lost",
-               "engines/restarted", "push/count")  # fmt: skip
+               "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "rollouts/stalled",
+               "tokens/cached", "tokens/surplus", "engines/lost", "engines/restarted", "push/count")  # fmt: skip
 
     def add(self, name: str, count: int) -> None:
         """Add to one of the counts by its name in the summary. Raises :class:`KeyError` for another name."""

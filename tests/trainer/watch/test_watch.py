@@ -55,7 +55,7 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
         "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
         "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
         "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
-        "engines/lost", "engines/restarted",
+        "engines/lost", "engines/restarted", "rollouts/stalled", "tokens/cached", "tokens/surplus",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", 2, 2)
     assert summary["tokens/generated"] == summary["tokens/trained"] == 16
