@@ -142,10 +142,15 @@ class ModuleLearner:
             await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
         return self._sender.prepare()
 
-    async def send(self, version: int) -> Any:
+    async def logprobs(self, sequences: Any) -> list[list[float]]:
+        """What ``model`` computes for each sequence: log-probabilities of every token but the first."""
+        rows = [(next_token_logprobs(self.model, list(sequence)), sequence[1:]) for sequence in sequences]
+        return [logprobs[range(len(tokens)), tokens].tolist() for logprobs, tokens in rows]
+
+    async def send(self, version: int, hashed: bool = False) -> Any:
         """Move the weights."""
         assert self._sender is not None
-        return await asyncio.to_thread(self._sender.send, version)
+        return await asyncio.to_thread(self._sender.send, version, hashed)
 
 
 class OneEngine:
@@ -165,6 +170,10 @@ class OneEngine:
     async def confirm(self, version: int, manifest: Any) -> None:
         await self.engine.confirm(version, manifest)
 
+    async def prompt_logprobs(self, sequences: Any) -> dict[str, list[list[float]]]:
+        answer = await self.engine.prompt_logprobs(sequences)
+        return {} if answer is None else {self.engine.name: answer}
+
     def publish(self, version: int) -> None:
         self.version = version
 
@@ -172,5 +181,5 @@ class OneEngine:
         assert self.version is not None
         await self.engine.resume(self.version)
 
-    async def quarantine(self, engine: str | None) -> bool:
+    async def quarantine(self, engine: str | None, reason: str) -> bool:
         return False

@@ -28,9 +28,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight_sync.mode": ("abort", "keep", "wait"),
     "weight_sync.kv_cache": ("recompute", "reuse"),
     "weight_sync.backend": ("auto", "gloo", "nccl"),
+    "weight_sync.verify": ("none", "first", "every"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
 """The keys that take one of a few words. A test holds them against the registries that know what the words mean."""
+
+OR_A_NUMBER = ("weight_sync.verify",)
+"""Those of them that take a whole number instead of a word."""
 
 AT_LEAST: dict[str, float] = {
     "seed": 0,
@@ -60,6 +64,7 @@ AT_LEAST: dict[str, float] = {
     "engine.rollout_tries": 1,
     "engine.max_restarts": 0,
     "weight_sync.bucket_mib": 1,
+    "weight_sync.verify": 1,
     "rewarding.workers": 1,
     "engine.kv_cache_mib": 0,
     "engine.cpu_threads": 0,
@@ -151,9 +156,11 @@ def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first value or combination that cannot work."""
     for key, allowed in VALUES.items():
         value = get(config, key)
-        if value not in allowed:
+        number = key in OR_A_NUMBER
+        if value not in allowed and not (number and type(value) is int):
             hint = nearest(str(value), allowed)
-            raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{hint}")
+            numbers = ", or a whole number" if number else ""
+            raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{numbers}{hint}")
     for key, value in leaves(config):
         _check_leaf(key, value)
     for key in ("optimizer.beta1", "optimizer.beta2"):
