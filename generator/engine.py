@@ -358,9 +358,10 @@ class Engine(WeightReceiver):
 
         The gate stays closed, so nothing else is computed; but vLLM itself is not paused any more, and the next update
         needs another pause. ``None`` while requests are frozen: vLLM schedules all requests or none, and these would
-        sample on. Raises :class:`EngineError` if the engine serves, :class:`EngineLostError` if vLLM dies.
+        sample on. Raises :class:`EngineError` if the engine serves, :class:`EngineLostError` if vLLM dies, and
+        ``TimeoutError`` after ``pause_timeout``.
         """
-        async with self._turn:
+        async with asyncio.timeout(self.settings.pause_timeout), self._turn:
             if self._serving:
                 raise EngineError(f"{self.name} serves; it computes given sequences only between a pause and a resume")
             if self._requests:
