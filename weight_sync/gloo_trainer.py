@@ -60,9 +60,13 @@ class GlooTrainerWeightTransferEngine:
         )
         sides: list[Future[Any]] = [joined, opened]
         wait(sides, return_when=FIRST_EXCEPTION)
-        for side in sides:
-            if side.done():
-                side.result()
+        try:
+            for side in sides:
+                if side.done():
+                    side.result()
+        except BaseException:
+            opened.add_done_callback(_leave)  # it may have come about, or still do so
+            raise
         engine._group = opened.result()
         return engine
 
@@ -128,6 +132,12 @@ class GlooTrainerWeightTransferEngine:
             raise ManifestError(f"the weight source yielded {extra[0]!r}, which it had not announced")
         if self.hashed:
             yield to_wire(digests)
+
+
+def _leave(opened: Future[GlooGroup]) -> None:
+    """Close a group that nobody will use: its port and its peers would wait for as long as the error is looked at."""
+    if opened.exception() is None:
+        opened.result().close()
 
 
 def _in_thread(call: Callable[[], Result]) -> Future[Result]:
