@@ -96,7 +96,7 @@ class Engine(WeightReceiver):
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Takes seconds to minutes; the caller holds the deadline.
+        """Load the model, with random weights. Takes seconds to minutes; the caller holds the deadline.
 
         Raises ``ValueError`` for stop strings that can never be found.
         """

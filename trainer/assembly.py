@@ -127,7 +127,8 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
 def _verification(config: Config, inputs: Inputs) -> Verification:
     """How pushes are proven. Canary sequences fit the engines' context beside the token that vLLM always samples."""
     context = engine_settings(config, inputs.model, inputs.prompts.longest_prompt).max_model_len
-    sequences = canary_sequences(len(inputs.tokenizer), context - 1, config.seed)
+    known = len(inputs.tokenizer)
+    sequences = canary_sequences(min(known, inputs.model.vocabulary or known), context - 1, config.seed)
     return Verification(config.weight_sync.verify, inputs.model.dtype, sequences)
 
 

@@ -45,7 +45,7 @@ class CanaryError(RuntimeError):
     loaded, and another engine would be told the same.
     """
 
-    def __init__(self, message: str, engine: str | None) -> None:
+    def __init__(self, message: str, engine: str | None = None) -> None:
         self.engine = engine
         super().__init__(message)
 
