@@ -151,11 +151,10 @@ class EnginePool:
         for slot in self._members:
             slot.version = version
 
-    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        """What every engine computes for the sequences, by its name; those that hold frozen requests are left out."""
+    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]] | None]:
+        """What every engine computes for the sequences, by its name; ``None`` of one that holds frozen requests."""
         answers = await all_of(slot.link.prompt_logprobs(sequences) for slot in self._members)
-        named = zip(self._members, answers, strict=True)
-        return {slot.link.name: answer for slot, answer in named if answer is not None}
+        return dict(zip((slot.link.name for slot in self._members), answers, strict=True))
 
     def publish(self, version: int) -> None:
         """``version`` is what the engines serve from their next resume on."""

@@ -176,9 +176,8 @@ class OneEngine:
     async def confirm(self, version: int, manifest: Any) -> None:
         await self.engine.confirm(version, manifest)
 
-    async def prompt_logprobs(self, sequences: Any) -> dict[str, list[list[float]]]:
-        answer = await self.engine.prompt_logprobs(sequences)
-        return {} if answer is None else {self.engine.name: answer}
+    async def prompt_logprobs(self, sequences: Any) -> dict[str, list[list[float]] | None]:
+        return {self.engine.name: await self.engine.prompt_logprobs(sequences)}
 
     def publish(self, version: int) -> None:
         self.version = version

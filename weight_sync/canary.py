@@ -41,8 +41,8 @@ the digests to find."""
 class CanaryError(RuntimeError):
     """Engines do not compute with the weights that they were sent.
 
-    ``engine`` is one to blame. It is ``None`` where all of them are wrong: then it is the learner, or how weights are
-    loaded, and another engine would be told the same.
+    ``engine`` is one to blame. It is ``None`` where every engine there is is wrong: then the learner is, or how weights
+    are loaded, and another engine would be told the same.
     """
 
     def __init__(self, message: str, engine: str | None = None) -> None:
@@ -71,20 +71,21 @@ def canary_sequences(vocabulary: int, max_length: int, seed: int = 0) -> Sequenc
     return tuple(tuple(dice.randrange(vocabulary) for _ in range(length)) for length in lengths)
 
 
-def compare(expected: Logprobs, answers: Mapping[str, Logprobs], dtype: str) -> CanaryReport | None:
-    """Compare what engines answered, by their names, with the learner's ``expected``; ``None`` if none was asked.
+def compare(expected: Logprobs, answers: Mapping[str, Logprobs | None], dtype: str) -> CanaryReport | None:
+    """Compare what engines answered, by their names, with the learner's ``expected``.
 
-    Raises :class:`CanaryError` when the difference of an engine is beyond the tolerance of ``dtype``, or not a number.
+    ``None`` is the answer of an engine that could not be asked, and what is returned if none could. Raises
+    :class:`CanaryError` when the difference of an engine is beyond the tolerance of ``dtype``, or not a number.
     """
-    if not answers:
-        return None
     limit = TOLERANCES[dtype]
-    by_engine = {name: _differences(expected, answer) for name, answer in answers.items()}
+    by_engine = {name: _differences(expected, answer) for name, answer in answers.items() if answer is not None}
+    if not by_engine:
+        return None
     wrong = {name: what for name, found in by_engine.items() if (what := _complaint(found, limit))}
     if wrong:
         tokens = sum(len(sequence) for sequence in expected)
         raise CanaryError(
-            f"the canary: {', '.join(wrong)} of {len(answers)} engine(s) that were asked do not compute with the "
+            f"the canary: {', '.join(wrong)} of {len(by_engine)} engine(s) that were asked do not compute with the "
             f"weights that were pushed. Of {tokens} log-probabilities in {len(expected)} fixed sequences: "
             f"{'; '.join(f'{name} {what}' for name, what in wrong.items())}. Allowed in {dtype}: {limit.mean:g} on "
             f"average, {limit.largest:g} at most. Look for an output head that was left stale, weights under the "
@@ -92,7 +93,7 @@ def compare(expected: Logprobs, answers: Mapping[str, Logprobs], dtype: str) -> 
             engine=next(iter(wrong)) if len(wrong) < len(answers) else None,
         )
     everything = [value for found in by_engine.values() for value, _, _ in found]
-    return CanaryReport(sum(everything) / len(everything), max(everything), len(answers))
+    return CanaryReport(sum(everything) / len(everything), max(everything), len(by_engine))
 
 
 Difference = tuple[float, int, int]

@@ -133,10 +133,10 @@ class Engines(Protocol):
         """Return when every serving engine holds ``version``; raise naming the engine that does not."""
         ...
 
-    async def prompt_logprobs(self, sequences: Sequences) -> Mapping[str, Logprobs]:
+    async def prompt_logprobs(self, sequences: Sequences) -> Mapping[str, Logprobs | None]:
         """The same under the weights that each engine holds, by its name; its gate stays closed.
 
-        An engine that could answer only by letting frozen requests run is not in it.
+        ``None`` of an engine that could answer only by letting frozen requests run.
         """
         ...
 

@@ -50,8 +50,15 @@ def test_an_engine_within_the_tolerance_passes_and_is_reported():
     assert report.abs_diff_max == pytest.approx(4e-4)
 
 
-def test_where_no_engine_was_asked_there_is_nothing_to_report():
-    assert compare(EXPECTED, {}, "float32") is None
+def test_where_no_engine_could_be_asked_there_is_nothing_to_report():
+    assert compare(EXPECTED, {"engine 0": None}, "float32") is None
+
+
+def test_an_engine_is_blamed_where_others_could_not_be_asked():
+    """It may be the only one that is wrong."""
+    with pytest.raises(CanaryError, match="engine 1 of 1 engine") as caught:
+        compare(EXPECTED, {"engine 0": None, "engine 1": off_by(1.0)}, "float32")
+    assert caught.value.engine == "engine 1"
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ class Script:
         self.published: list[int] = []
         self.sent_bytes = MANIFEST.total_bytes
         self.hashed: list[bool] = []
-        self.off_by = {"engine 0": 0.0, "engine 1": 0.0}
-        """How wrong each engine's log-probabilities are; an engine that is not in it was not asked."""
+        self.off_by: dict[str, float | None] = {"engine 0": 0.0, "engine 1": 0.0}
+        """How wrong each engine's log-probabilities are; ``None``: it holds frozen requests."""
 
     async def _do(self, step: str) -> None:
         self.calls.append(step)
@@ -56,10 +56,12 @@ class Script:
         assert manifest == MANIFEST
         await self._do("confirm")
 
-    async def prompt_logprobs(self, sequences) -> dict[str, list[list[float]]]:
+    async def prompt_logprobs(self, sequences) -> dict[str, list[list[float]] | None]:
         await self._do("verify")
-        right = [[-1.0] * (len(sequence) - 1) for sequence in sequences]
-        return {name: [[value + error for value in row] for row in right] for name, error in self.off_by.items()}
+        return {
+            name: None if error is None else [[error - 1.0] * (len(sequence) - 1) for sequence in sequences]
+            for name, error in self.off_by.items()
+        }
 
     def publish(self, version: int) -> None:
         self.calls.append("publish")
@@ -324,7 +326,7 @@ async def test_a_canary_that_is_not_answered_ends_at_the_deadline():
 
 async def test_where_no_engine_can_be_asked_there_is_no_figure():
     script = Script()
-    script.off_by = {}
+    script.off_by = {"engine 0": None}
     assert (await pusher(script, verification=EVERY).push(0)).canary is None
 
 
