@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LENGTHS = (5, 33, 131)
-"""Tokens of the sequences: within one block of the KV cache and across several, for blocks of 8 to 128 tokens."""
+LENGTHS = (5, 19, 67)
+"""Tokens of the sequences: within one block of the KV cache and across several, for blocks of 8 to 64 tokens."""
 
 Sequences = tuple[tuple[int, ...], ...]
 Logprobs = Sequence[Sequence[float]]
@@ -28,11 +28,11 @@ class Tolerance(NamedTuple):
 
 
 TOLERANCES: dict[str, Tolerance] = {
-    # The two sides add in another order. Measured: mean 6e-7 (two layers) to 6e-6 (SmolLM2), largest 20 times that.
+    # The two sides add in another order. Measured on SmolLM2 (30 layers): mean 1.1e-5, largest 1.9e-4.
     "float32": Tolerance(1e-4, 2e-3),
     # Eight bits of mantissa: logits of 8 to 32 are multiples of 1/16 to 1/8, and both sides round after every layer.
-    # Measured on SmolLM2: mean 0.03 to 0.04, largest 0.5. Weights of another model are off by nats.
-    "bfloat16": Tolerance(0.15, 2.0),
+    # Measured on SmolLM2: mean 0.08, largest 0.6. A false alarm would end a run, so other models get some room.
+    "bfloat16": Tolerance(0.25, 3.0),
 }
 """By the dtype in which both sides compute. What these let pass, such as one changed bit of a bfloat16 weight, is for
 the digests to find."""

@@ -19,14 +19,14 @@ def test_the_sequences_are_the_same_every_time_and_others_for_another_seed():
     assert canary_sequences(100, 500) != canary_sequences(100, 500, seed=1)
 
 
-@pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("block", [8, 16, 32, 64])
 def test_the_sequences_lie_inside_a_block_of_the_cache_and_across_its_bounds(block):
     lengths = [len(sequence) for sequence in canary_sequences(1000, 4096)]
     assert min(lengths) < block < max(lengths)
     assert all(length % block for length in lengths)
 
 
-@pytest.mark.parametrize(("room", "lengths"), [(2, [2]), (5, [5]), (20, [5, 20]), (131, [5, 33, 131])])
+@pytest.mark.parametrize(("room", "lengths"), [(2, [2]), (5, [5]), (18, [5, 18]), (67, [5, 19, 67])])
 def test_the_sequences_fit_into_the_context(room, lengths):
     sequences = canary_sequences(50, room)
     assert [len(sequence) for sequence in sequences] == lengths
