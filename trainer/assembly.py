@@ -87,7 +87,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         trust_remote_code=config.model.trust_remote_code,
         learner=replace(config.learner, cpu_threads=learner_threads(config)),
         optimizer=config.optimizer,
-        algorithm=config.algorithm,
+        algorithm=replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens),
     )
     return LearnerGroup(spec)
 

@@ -8,21 +8,37 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.config import AlgorithmConfig, Config
+from trainer.algorithm import combinations
+from trainer.config import Config
+from trainer.dotted import DottedPathError, resolve_dotted
 
 VALUES: dict[str, tuple[str, ...]] = {
     "hardware": ("auto", "cpu", "gpu", "cluster"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "staleness.on_expired": ("mask_tokens", "drop_rollout", "drop_group"),
-    "algorithm.advantage": ("grpo", "dr_grpo", "rloo"),
-    "algorithm.objective": ("ppo_clip", "reinforce"),
-    "algorithm.proximal": ("current", "behaviour"),
-    "algorithm.correction": ("token_truncate", "token_mask", "none"),
-    "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum"),
+    "algorithm.advantage": (
+        "grpo",
+        "grpo_batch_std",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "reward",
+    ),
+    "algorithm.objective": ("ppo_clip", "reinforce", "gspo", "cispo", "sapo", "dppo", "topr"),
+    "algorithm.proximal": ("current", "behaviour", "recomputed", "log_linear"),
+    "algorithm.correction.weight": ("none", "token", "sequence_product", "sequence_geometric"),
+    "algorithm.correction.mask": ("none", "token", "sequence_product", "sequence_geometric"),
+    "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum", "prompt_mean"),
+    "algorithm.divergence": ("tv", "kl"),
+    "algorithm.kl.estimator": ("k1", "k2", "k3"),
+    "algorithm.kl.place": ("loss", "reward"),
+    "algorithm.filter.overlong": ("none", "mask", "penalty"),
     "learner.packing": ("shared_prompt", "padded"),
     "engine.on_failed": ("drop_rollout", "drop_group"),
     "weight_sync.mode": ("abort", "keep", "wait"),
@@ -31,6 +47,15 @@ VALUES: dict[str, tuple[str, ...]] = {
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
 """The keys that take one of a few words."""
+
+EXTENSIBLE: dict[str, tuple[str, ...]] = {
+    "algorithm.advantage": ("statistics",),
+    "algorithm.objective": ("batch", "proximal", "algorithm"),
+    "algorithm.correction.weight": ("log_ratio", "loss_mask", "sequence"),
+    "algorithm.correction.mask": ("log_ratio", "loss_mask", "sequence"),
+    "algorithm.aggregation": ("loss", "batch", "denominators", "algorithm"),
+}
+"""The keys that may also name a function of the user's by its dotted path, and what it is called with."""
 
 AT_LEAST: dict[str, float] = {
     "steps": 1,
@@ -45,6 +70,15 @@ AT_LEAST: dict[str, float] = {
     "staleness.max_running_groups": 0,
     "algorithm.clip_low": 0,
     "algorithm.clip_high": 0,
+    "algorithm.divergence_limit": 0,
+    "algorithm.sum_length": 0,
+    "algorithm.entropy_bonus": 0,
+    "algorithm.correction.weight_low": 0,
+    "algorithm.correction.mask_low": 0,
+    "algorithm.correction.second_moment": 0,
+    "algorithm.kl.coefficient": 0,
+    "algorithm.filter.overlong_buffer": 0,
+    "algorithm.filter.overlong_penalty": 0,
     "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0,
     "learner.ranks": 1,
@@ -62,10 +96,11 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }
-"""The smallest value of a number."""
+"""The smallest value of a number; those that may be null are not looked at then."""
 
 POSITIVE = (
-    "algorithm.correction_cap",
+    "algorithm.gate_positive",
+    "algorithm.gate_negative",
     "optimizer.max_grad_norm",
     "learner.timeout",
     "engine.start_timeout",
@@ -132,10 +167,14 @@ def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first value or combination that cannot work."""
     for key, allowed in VALUES.items():
         value = get(config, key)
-        if value not in allowed:
+        if key in EXTENSIBLE and "." in value:
+            _check_function(key, value)
+        elif value not in allowed:
             hint = nearest(str(value), allowed)
             raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{hint}")
     for key, least in AT_LEAST.items():
+        if get(config, key) is None:
+            continue
         if not least <= get(config, key) < math.inf:  # false for NaN too
             raise ConfigError(f"`{key}={get(config, key)}`: the value must be at least {least:g}, and finite")
     for key in POSITIVE:
@@ -143,8 +182,23 @@ def check(config: Config) -> None:
             raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0, and finite")
     _check_sampling(config)
     _check_resumable(config)
-    _check_algorithm(config)
+    if found := combinations.problem(config.algorithm, config.sampling):
+        raise ConfigError(found)
     _check_parallelism(config)
+
+
+def _check_function(key: str, path: str) -> None:
+    """Refuse a dotted path that names nothing callable with what the key's function is called with."""
+    arguments = EXTENSIBLE[key]
+    try:
+        function = resolve_dotted(path, key)
+        inspect.signature(function).bind(*arguments)
+    except DottedPathError as error:
+        raise ConfigError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`{key}={path}` must name a function that can be called with ({', '.join(arguments)}): {error}"
+        ) from error
 
 
 def _check_sampling(config: Config) -> None:
@@ -190,40 +244,12 @@ def _check_resumable(config: Config) -> None:
             )
     penalties = {"repetition_penalty": sampling.repetition_penalty - 1, **output_only}
     penalised = [f"`sampling.{name}`" for name, penalty in penalties.items() if penalty]
-    if penalised and not _corrected(algorithm):
+    if penalised and not combinations.corrected(algorithm):
         # Unlike top-p, a penalty leaves every token a probability above 0, so an importance ratio is defined.
         raise ConfigError(
             f"{', '.join(penalised)}: penalties make the engine's log-probabilities incomparable with the learner's, "
             "which does not apply them; only an importance ratio against the engine makes up for that, so use "
-            "`algorithm.correction=token_truncate`, or leave the penalties off"
-        )
-
-
-def _corrected(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss holds the ratio between the current policy and what sampled the tokens."""
-    return algorithm.correction != "none" or (algorithm.proximal == "behaviour" and algorithm.objective == "ppo_clip")
-
-
-def _check_algorithm(config: Config) -> None:
-    algorithm = config.algorithm
-    if config.sampling.group_size == 1:
-        raise ConfigError(
-            f"`sampling.group_size=1`: the advantage `{algorithm.advantage}` compares the rollouts of a group, and one "
-            "rollout has nothing to be compared with; use 2 or more"
-        )
-    if algorithm.clip_low >= 1:
-        raise ConfigError(f"`algorithm.clip_low={algorithm.clip_low}`: the value must be below 1")
-    if algorithm.proximal == "behaviour" and algorithm.correction != "none":
-        raise ConfigError(
-            "`algorithm.proximal=behaviour` already measures the ratio against the behaviour policy; with "
-            f"`algorithm.correction={algorithm.correction}` it would be applied twice; use `algorithm.correction=none`"
-        )
-    if not _corrected(algorithm) and not algorithm.allow_uncorrected:
-        # Invariant 11: engine and learner differ numerically even on-policy, so this holds for every bound.
-        raise ConfigError(
-            f"`algorithm.objective={algorithm.objective}` with `algorithm.proximal={algorithm.proximal}` and "
-            "`algorithm.correction=none` trains off-policy data as if it were on-policy: the importance ratio is "
-            "always 1. Use `algorithm.correction=token_truncate`, or ask for it with `algorithm.allow_uncorrected=true`"
+            "`algorithm.correction.weight=token`, or leave the penalties off"
         )
 
 

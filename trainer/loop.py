@@ -173,7 +173,11 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
     del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
     version = parts.steps_done - 1
     parts.watch.step(
-        parts.steps_done, metrics | counts | engine_counts(parts), batch.groups, batch.advantages, version=version
+        parts.steps_done,
+        metrics | batch.filtered | counts | engine_counts(parts),
+        batch.groups,
+        batch.advantages,
+        version=version,
     )
 
 
@@ -201,7 +205,7 @@ async def next_batch(parts: Parts) -> Batch:
             continue
         groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return make_batch(groups, config.algorithm.advantage)
+    return make_batch(groups, config.algorithm, config.sampling.max_tokens)
 
 
 async def push(parts: Parts, version: int) -> None:
