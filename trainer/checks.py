@@ -145,6 +145,8 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     options = list(candidates)
     # A mistyped last part matters more than the path to it: `batch.promts` and `prompts` both mean `batch.prompts`.
     close = [option for option in options if _abbreviates(word, option)][:1]
+    # Two letters that changed places are likelier than another word that is as close.
+    close = close or [option for option in options if sorted(option) == sorted(word)][:1]
     close = close or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if not close:
         tails = {option.rsplit(".", 1)[-1]: option for option in options}

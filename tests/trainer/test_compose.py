@@ -1,6 +1,16 @@
+import inspect
+from importlib import resources
+
 import pytest
 
-from trainer.checks import VALUES, ConfigError, all_keys, get
+from trainer.algorithm import combinations
+from trainer.algorithm.advantages import ADVANTAGES
+from trainer.algorithm.aggregation import AGGREGATIONS
+from trainer.algorithm.objectives import DIVERGENCES, OBJECTIVES
+from trainer.algorithm.proximal import PROXIMAL_POLICIES
+from trainer.algorithm.ratios import LEVELS
+from trainer.algorithm.regularisers import KL_ESTIMATORS
+from trainer.checks import EXTENSIBLE, VALUES, ConfigError, all_keys, get
 from trainer.compose import compose_config, prepared, split
 from trainer.config import Config
 
@@ -31,8 +41,32 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
         (["recipe=ci_tiny", "optimizer=3"], ["optimizer", "OptimizerConfig"]),
         (["recipe=ci_tiny", "algorithm=gpro"], ["algorithm=gpro", "did you mean `grpo`"]),
         (["recipe=ci_tiny", "algorithm.objective=ppo_clp"], ["did you mean `ppo_clip`"]),
-        (["recipe=ci_tiny", "algorithm.correction=none"], ["importance ratio", "allow_uncorrected"]),
+        (["recipe=ci_tiny", "algorithm.correction.weight=none"], ["importance ratio", "allow_uncorrected"]),
+        (["recipe=ci_tiny", "algorithm.correction=none"], ["algorithm.correction", "CorrectionConfig"]),
+        (["recipe=ci_tiny", "algorithm.correction.cap=3"], ["`algorithm.correction.cap` is not a key"]),
         (["recipe=ci_tiny", "algorithm.proximal=behaviour"], ["twice"]),
+        (["recipe=ci_tiny", "algorithm=gspo", "algorithm.correction.mask=token"], ["mask_high"]),
+        (
+            ["recipe=ci_tiny", "algorithm=gspo", "algorithm.correction={mask:token,mask_high:2}"],
+            ["correction.mask=token", "twice"],
+        ),
+        (["recipe=ci_tiny", "algorithm.objective=gspo"], ["no effect", "algorithm.proximal=behaviour"]),
+        (["recipe=ci_tiny", "algorithm=reinforce_tis", "algorithm.proximal=log_linear"], ["one of them is missing"]),
+        (
+            ["recipe=ci_tiny", "algorithm.objective=reinforce", "algorithm.correction.weight=none"],
+            ["importance ratio", "allow_uncorrected"],
+        ),
+        (["recipe=ci_tiny", "algorithm.clip_low=1"], ["algorithm.clip_low=1", "null"]),
+        (["recipe=ci_tiny", "algorithm.clip_dual=0.5"], ["algorithm.clip_dual", "above 1"]),
+        (["recipe=ci_tiny", "algorithm=cispo", "algorithm.clip_dual=3"], ["no effect", "ppo_clip and gspo"]),
+        (["recipe=ci_tiny", "algorithm.correction.weight_high=0.5"], ["weight_high=0.5", "ratio 1 between"]),
+        (["recipe=ci_tiny", "algorithm.filter.overlong_buffer=999"], ["overlong_buffer=999"]),
+        (["recipe=ci_tiny", "algorithm.proximal=recomputed"], ["not built yet", "log_linear"]),
+        (["recipe=ci_tiny", "algorithm.correction.second_moment=0.04"], ["not built yet", "second_moment"]),
+        (["recipe=ci_tiny", "algorithm.kl.coefficient=0.1"], ["not built yet", "reference model"]),
+        (["recipe=ci_tiny", "algorithm.objective=nowhere.at.all"], ["algorithm.objective", "'nowhere'"]),
+        (["recipe=ci_tiny", "algorithm.objective=math.exp"], ["algorithm.objective=math.exp", "(batch, proximal,"]),
+        (["recipe=ci_tiny", "algorithm.advantage=math.pi"], ["algorithm.advantage=math.pi", "(statistics)"]),
         (["recipe=ci_tiny", "sampling.temperature=0"], ["greedy"]),
         (["recipe=ci_tiny", "sampling.top_p=0.9"], ["sampling.top_p"]),
         (["recipe=ci_tiny", "sampling.stop=['']"], ["sampling.stop", "at least one character"]),
@@ -44,10 +78,10 @@ def test_every_recipe_composes_on_every_hardware(recipe, hardware):
             [
                 "recipe=ci_tiny",
                 "sampling.repetition_penalty=1.1",
-                "algorithm.correction=none",
+                "algorithm.correction.weight=none",
                 "algorithm.allow_uncorrected=true",
             ],
-            ["`sampling.repetition_penalty`", "algorithm.correction=token_truncate"],
+            ["`sampling.repetition_penalty`", "algorithm.correction.weight=token"],
         ),
         (["recipe=ci_tiny", "sampling.bad_words=[x]"], ["`sampling.bad_words` is not supported", "tokenizer"]),
         (["recipe=ci_tiny", "+sampling.structured_outputs=x"], ["grammar", "weight_sync.mode=abort"]),
@@ -69,8 +103,55 @@ def test_a_broken_configuration_is_answered_in_one_paragraph_that_names_the_key(
 
 
 def test_uncorrected_training_is_possible_when_asked_for_by_name():
-    config = compose_config(["recipe=ci_tiny", "algorithm.correction=none", "algorithm.allow_uncorrected=true"])
-    assert config.algorithm.correction == "none"
+    config = compose_config(["recipe=ci_tiny", "algorithm.correction.weight=none", "algorithm.allow_uncorrected=true"])
+    assert config.algorithm.correction.weight == "none"
+
+
+PRESETS = sorted(path.name[:-5] for path in (resources.files("configs") / "algorithm").iterdir())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes_or_says_what_of_it_is_not_built_yet(preset):
+    overrides = ["recipe=ci_tiny", f"algorithm={preset}"]
+    if preset in ("decoupled_ppo", "m2po"):
+        with pytest.raises(ConfigError, match="not built yet"):
+            compose_config(overrides)
+    else:
+        compose_config(overrides)
+
+
+def test_one_rollout_a_prompt_is_enough_for_an_advantage_that_compares_with_the_batch():
+    config = compose_config(["recipe=ci_tiny", "algorithm=reinforce_pp", "sampling.group_size=1"])
+    assert config.sampling.group_size == 1
+
+
+def test_a_part_of_the_algorithm_may_be_the_users_own_function():
+    path = "tests.trainer.algorithm.test_loss.sum_of_losses"
+    assert compose_config(["recipe=ci_tiny", f"algorithm.aggregation={path}"]).algorithm.aggregation == path
+
+
+def test_the_names_that_are_allowed_are_those_that_the_algorithm_knows():
+    known = {
+        "advantage": ADVANTAGES,
+        "objective": OBJECTIVES,
+        "proximal": PROXIMAL_POLICIES,
+        "correction.weight": LEVELS,
+        "correction.mask": LEVELS,
+        "aggregation": AGGREGATIONS,
+        "divergence": DIVERGENCES,
+        "kl.estimator": KL_ESTIMATORS,
+    }
+    for key, registry in known.items():
+        assert set(VALUES[f"algorithm.{key}"]) == set(registry)
+    assert set(combinations.GROUP_RELATIVE) < set(ADVANTAGES)
+    assert set(combinations.NEEDS_RATIO) < set(OBJECTIVES)
+
+
+def test_every_extensible_function_has_the_arguments_that_built_in_ones_have():
+    registries = (ADVANTAGES, OBJECTIVES, LEVELS, LEVELS, AGGREGATIONS)
+    for (key, arguments), registry in zip(EXTENSIBLE.items(), registries, strict=True):
+        for choice in registry.values():
+            assert len(inspect.signature(choice.function).parameters) == len(arguments), key
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
