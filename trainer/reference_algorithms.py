@@ -47,8 +47,8 @@ PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
      "Two choices of the same ratios. `correction.weight` multiplies the token's loss, truncated to `[weight_low, "
      "weight_high]`; `correction.mask` leaves out tokens whose ratio lies outside `[mask_low, mask_high]`. Truncated "
      "importance sampling is weight `token`; IcePop (arXiv:2510.18855) adds mask `token` with two bounds, masked "
-     "importance sampling with `mask_high` alone. `correction.second_moment` is the mask of M2PO (arXiv:2510.01161), over the "
-     "whole batch.", LEVELS),
+     "importance sampling with `mask_high` alone. `correction.second_moment` is the mask of M2PO (arXiv:2510.01161), "
+     "over the whole batch.", LEVELS),
     ("Aggregations", "aggregation", "From token losses to one number, with the denominators of the whole batch.",
      AGGREGATIONS),
     ("KL estimators", "kl.estimator",

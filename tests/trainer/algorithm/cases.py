@@ -14,7 +14,7 @@ from trainer.algorithm.loss import policy_loss
 from trainer.algorithm.tokens import TokenBatch
 from trainer.config import AlgorithmConfig, CorrectionConfig
 
-LENGTHS = (3, 1, 4, 2, 3)
+LENGTHS = (3, 1, 3, 1, 2)
 GROUPS = (0, 0, 1, 2, 2)
 
 

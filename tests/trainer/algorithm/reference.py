@@ -16,7 +16,7 @@ STEP = 1e-30
 
 @dataclass
 class Case:
-    """Ten or so tokens. ``sequence`` and ``group`` number the rollout and the prompt of each token."""
+    """A few tokens. ``sequence`` and ``group`` number the rollout and the prompt of each token."""
 
     current: list[float]
     behaviour: list[float]

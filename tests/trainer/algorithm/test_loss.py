@@ -154,6 +154,17 @@ def test_everything_masked_one_token_and_nothing_at_all_give_finite_losses(objec
     assert run(empty, config, Denominators(5, 2, (3, 2)))[:2] == (0.0, [])
 
 
+@pytest.mark.parametrize("keys", [{}, {"clip_dual": 1.2}, {"objective": "dppo", "divergence_limit": 0.02}])
+def test_clip_fractions_count_the_tokens_whose_gradient_the_bounds_removed(keys):
+    case = make_case(seed=2, spread=1.2)
+    _, gradient, sums = run(case, algorithm({"weight": "none"}, proximal="behaviour", **keys))
+    metrics = diagnostic_metrics(sums)
+    still = sum(slope == 0 for slope, seen in zip(gradient, case.mask, strict=True) if seen)
+    assert still > 2
+    clipped = metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]
+    assert clipped == pytest.approx(still / sum(case.mask))
+
+
 def test_a_broken_current_log_probability_is_not_hidden():
     case = make_case()
     case.current[0] = math.nan
