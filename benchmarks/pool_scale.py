@@ -30,10 +30,11 @@ from typing import Any
 from benchmarks.default_run import machine, table
 from generator import virtual_time
 from generator.link import Returned
-from generator.pool import EnginePool, PoolSettings
+from generator.pool import EnginePool
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
 from generator.simulated_stream import SimulatedSettings, whole_stream
+from tests.pools import pool_settings_for
 from trainer.admission import Admission
 from trainer.collector import relax_collector
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
@@ -152,7 +153,7 @@ class LightEngine:
 @asynccontextmanager
 async def pool_of(engines: Engines) -> AsyncIterator[tuple[EnginePool, Pusher]]:
     """A started pool of light engines, and its pusher."""
-    pool = EnginePool(lambda number: LightEngine(f"engine {number}", engines), PoolSettings(count=ENGINES))
+    pool = EnginePool(lambda number: LightEngine(f"engine {number}", engines), pool_settings_for(ENGINES))
     sender = SimulatedSender()
 
     async def connect() -> None:
@@ -192,7 +193,7 @@ class Nothing:
             self.done.set()
 
     def take_counts(self) -> dict[str, int]:
-        return {"reward/excluded": 0}
+        return {}
 
     @property
     def trace(self) -> Nothing:

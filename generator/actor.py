@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -14,6 +14,9 @@ from generator.launch import EngineSettings
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned, root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout
+
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
 
 T = TypeVar("T")
 
@@ -70,8 +73,8 @@ class RayEngine:
         interrupted: int = await self._call("pause", self._step_timeout + drain, mode, kv_cache)
         return interrupted
 
-    async def confirm(self, version: int, entries: Any) -> None:
-        await self._call("confirm", self._step_timeout, version, entries)
+    async def confirm(self, version: int, manifest: Manifest) -> None:
+        await self._call("confirm", self._step_timeout, version, manifest)
 
     async def resume(self, version: int) -> None:
         await self._call("resume", self._step_timeout, version)
@@ -89,10 +92,6 @@ class RayEngine:
     async def partial_rollouts(self) -> list[Rollout]:
         rollouts: list[Rollout] = await self._call("partial_rollouts", self._step_timeout)
         return rollouts
-
-    async def stats(self) -> dict[str, float]:
-        counters: dict[str, float] = await self._call("stats", self._step_timeout)
-        return counters
 
     async def shutdown(self) -> None:
         """End the engine within ``SHUTDOWN_SECONDS``; if it has not ended by then it is killed."""

@@ -23,20 +23,21 @@ class EngineSettings:
     max_model_len: int
     max_running: int
     transfer_backend: str
-    seed: int = 0
-    tensor_parallel: int = 1
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.85
-    kv_cache_bytes: int | None = None
-    rollout_timeout: float = 900.0
+    seed: int
+    tensor_parallel: int
+    enforce_eager: bool
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+    """Size of the KV cache on CPU; ``None`` on GPU, where ``gpu_memory_utilization`` says it."""
+    rollout_timeout: float
     """Seconds a request may go without a new token before it is taken back and submitted again."""
-    rollout_tries: int = 3
+    rollout_tries: int
     """So many requests of a rollout in a row may run into ``rollout_timeout`` before the rollout has failed."""
-    pause_timeout: float = 120.0
+    pause_timeout: float
     """Seconds a pause may take, in mode ``wait`` beside the time in which requests run to their end."""
-    drain_timeout: float = 900.0
+    drain_timeout: float
     """Seconds in which the requests of mode ``wait`` must have run to their end."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool
     block_size: int | None = None
     """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
     executor: str | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from generator.resume import Sampling
 from generator.rollout import Rollout
+
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
 
 PushMode = Literal["abort", "keep", "wait"]
 """What a push does with running requests: abort them and submit them again, freeze them, or let them end first."""
@@ -39,11 +43,15 @@ class Returned:
     """What a ``generate`` call brought: every rollout of the call, in order.
 
     ``reason`` is empty when all of them are finished; else it says why the unfinished ones were handed back:
-    ``drained``, ``moved``, or ``lost: ...``. They hold all tokens that were sampled.
+    ``drained``, ``moved``, or ``lost: ...``. They hold all tokens that were sampled. ``counts`` are metrics of the call
+    by name: what its requests met with.
     """
 
     rollouts: list[Rollout]
     reason: str = ""
+    untouched: frozenset[str] = frozenset()
+    """Ids of those that were handed back before the engine submitted them even once."""
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class EngineLink(Protocol):
@@ -71,8 +79,8 @@ class EngineLink(Protocol):
         """Close the gate and stop generation; the number of requests that were running or waiting."""
         ...
 
-    async def confirm(self, version: int, entries: Any) -> None:
-        """Raise unless ``version`` has arrived completely."""
+    async def confirm(self, version: int, manifest: Manifest) -> None:
+        """Raise unless ``version`` has arrived completely, as ``manifest`` lists it."""
         ...
 
     async def resume(self, version: int) -> None:
@@ -92,11 +100,7 @@ class EngineLink(Protocol):
         ...
 
     async def partial_rollouts(self) -> list[Rollout]:
-        """The rollouts in flight with their tokens so far."""
-        ...
-
-    async def stats(self) -> dict[str, float]:
-        """Counters, for people."""
+        """Every rollout of the calls in flight with the tokens known so far, those that are finished included."""
         ...
 
     async def shutdown(self) -> None:
@@ -104,5 +108,5 @@ class EngineLink(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the engine at once."""
+        """End the engine at once. Calls that wait for its answer must end with :class:`EngineLostError`."""
         ...

@@ -7,17 +7,25 @@ come and go, is the matter of :mod:`generator.roster`; the pool gives them rollo
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from generator.link import EngineError, EngineLink, EngineLostError, Returned
 from generator.resume import Sampling
-from generator.rollout import Rollout
+from generator.rollout import Rollout, further
 from generator.roster import ABLE, PoolSettings, Roster, Slot, State, all_of
 
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
+
 __all__ = ["EnginePool", "PoolSettings"]
+
+logger = logging.getLogger(__name__)
 
 OVERLOAD = 1.5
 """An engine with so many times the mean load gives rollouts away when there is a push anyway."""
@@ -26,8 +34,7 @@ OVERLOAD = 1.5
 class EnginePool:
     """Any number of engines behind one interface. Not thread-safe: call it from one event loop.
 
-    ``make(number)`` builds the link of a new engine; numbers are never used twice. A link that was killed must end the
-    calls that wait for its answers with :class:`EngineLostError`.
+    ``make(number)`` builds the link of a new engine; numbers are never used twice.
     """
 
     def __init__(self, make: Callable[[int], EngineLink], settings: PoolSettings) -> None:
@@ -41,7 +48,7 @@ class EnginePool:
         """Set while an engine waits for weights."""
         self.counts: Counter[str] = self._roster.counts
         """``engines/lost``, ``engines/restarted``, ``rollouts/moved`` (carried over with their tokens) and
-        ``rollouts/restarted`` (what their engine had sampled last is gone with it)."""
+        ``rollouts/restarted`` (what their engine had sampled last is gone with it), and what engines return."""
         self._members: list[Slot] = []
         self._in_flight: dict[str, Rollout] = {}
         """By id, with the tokens that they had when an engine took them last."""
@@ -70,18 +77,16 @@ class EnginePool:
         A group stays together, so that its rollouts share the prompt's KV blocks, and stays with its engine unless
         that is lost, drained or overloaded. Raises :class:`EngineError` when no engine is left or an invariant broke.
         """
-        finished: dict[str, Rollout] = {}
-        pending = rollouts
+        finished = {rollout.id: rollout for rollout in rollouts if rollout.finish_reason}
+        pending = [rollout for rollout in rollouts if not rollout.finish_reason]
+        self._in_flight.update(finished)
         try:
             while pending:
                 self._in_flight.update((rollout.id, rollout) for rollout in pending)
                 returned = await self._generate_on(await self._roster.until(self._least_loaded), pending, sampling)
                 finished.update((rollout.id, rollout) for rollout in returned.rollouts if rollout.finish_reason)
-                # Whatever an engine took is a resume on the next one, sampled tokens or not.
-                unfinished = (rollout for rollout in returned.rollouts if not rollout.finish_reason)
-                pending = [replace(rollout, resumes=rollout.resumes + 1) for rollout in unfinished]
-                if pending:
-                    self._in_flight.update(finished)
+                pending = [rollout for rollout in returned.rollouts if not rollout.finish_reason]
+                self._in_flight.update(finished)
             return [finished[rollout.id] for rollout in rollouts]
         finally:
             for rollout in rollouts:
@@ -97,13 +102,22 @@ class EnginePool:
         except EngineLostError as error:
             self._roster.lose(slot, error)
             self.counts["rollouts/restarted"] += len(rollouts)
-            return Returned(rollouts, "lost")
+            return Returned([replace(rollout, resumes=rollout.resumes + 1) for rollout in rollouts], "lost")
         finally:
             slot.add_load(-len(rollouts))
+        self.counts.update(returned.counts)
+        if stalled := returned.counts.get("rollouts/stalled"):
+            logger.warning(
+                "%s gave %d requests no token for so long (engine.rollout_timeout) that they were taken back",
+                slot.link.name,
+                stalled,
+            )
         if returned.reason.startswith("lost"):
             self._roster.lose(slot, EngineLostError(f"{slot.link.name} is {returned.reason}"))
         if returned.reason:
             self.counts["rollouts/moved"] += sum(not rollout.finish_reason for rollout in returned.rollouts)
+            begun = sampling.turn_start if sampling is not None else 0
+            return replace(returned, rollouts=[_handed_back(rollout, returned, begun) for rollout in returned.rollouts])
         return returned
 
     # -- the engines' side of a push (weight_sync.push.Engines) -----------------------------------------------------
@@ -131,10 +145,9 @@ class EnginePool:
         mode, kv_cache = self.settings.mode, self.settings.kv_cache
         self.interrupted = sum(await all_of(slot.link.pause(mode, kv_cache) for slot in self._members))
 
-    async def confirm(self, version: int, manifest: Any) -> None:
+    async def confirm(self, version: int, manifest: Manifest) -> None:
         """Every engine confirms that it holds ``version``, complete by ``manifest``."""
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
-        await all_of(slot.link.confirm(version, entries) for slot in self._members)
+        await all_of(slot.link.confirm(version, manifest) for slot in self._members)
         for slot in self._members:
             slot.version = version
 
@@ -203,24 +216,33 @@ class EnginePool:
         """How many engines serve."""
         return len(self._roster.within(State.SERVING))
 
-    async def partial_rollouts(self) -> list[Rollout]:
-        """Every rollout in flight with its tokens so far. Those of an engine that does not answer, and those that wait
-        for an engine, are as an engine took them last."""
+    async def partial_rollouts(self, limit: float = 30.0) -> list[Rollout]:
+        """Every rollout in flight with its tokens so far, finished members of unfinished groups included.
+
+        Those of an engine that does not answer within ``limit`` seconds, and those that wait for an engine, are as an
+        engine took them last. Generation goes on meanwhile.
+        """
+        slots = self._roster.within(State.SERVING, State.DRAINING)
+        answers = await asyncio.gather(*(_partial_of(slot.link, limit) for slot in slots))
+        # No await from here on: an engine may have handed a rollout to another one, or to the caller, meanwhile.
         newest = dict(self._in_flight)
-        for slot in self._roster.within(State.SERVING, State.DRAINING):
-            try:
-                rollouts = await slot.link.partial_rollouts()
-            except EngineError:
-                continue  # the next call to it, or the health watch, finds out
-            newest.update((rollout.id, rollout) for rollout in rollouts if rollout.id in self._in_flight)
+        for rollout in itertools.chain.from_iterable(answers):
+            if rollout.id in newest:
+                newest[rollout.id] = further(newest[rollout.id], rollout)
         return list(newest.values())
 
-    async def stats(self) -> dict[str, dict[str, float]]:
-        """The counters of every engine that answers, by its name."""
-        stats: dict[str, dict[str, float]] = {}
-        for slot in self._able():
-            try:
-                stats[slot.link.name] = await slot.link.stats()
-            except EngineError:
-                continue
-        return stats
+
+def _handed_back(rollout: Rollout, returned: Returned, turn_start: int) -> Rollout:
+    """``rollout`` as the next engine gets it. That counts a resume for one with tokens of this turn; it cannot see
+    that one without any was submitted before."""
+    if rollout.finish_reason or len(rollout.response_token_ids) > turn_start or rollout.id in returned.untouched:
+        return rollout
+    return replace(rollout, resumes=rollout.resumes + 1)
+
+
+async def _partial_of(link: EngineLink, limit: float) -> list[Rollout]:
+    """What an engine has; nothing if it does not answer: the next call to it, or the health watch, finds out."""
+    try:
+        return await asyncio.wait_for(link.partial_rollouts(), limit)
+    except (EngineError, TimeoutError):
+        return []

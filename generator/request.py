@@ -36,6 +36,11 @@ class Request:
     surplus_tokens: int = 0
     """Tokens that vLLM sampled behind the end of the response before the request could be ended. They are cut."""
     stalled: bool = False
+    submitted_version: int | None = None
+    """What was served when the request was handed in."""
+    _frozen: bool = False
+    _lived_on: bool = False
+    """It was frozen at least once, so its tokens may be of several versions."""
     _limit: float = 0.0
     _deadline: asyncio.Timeout | None = None
 
@@ -46,10 +51,11 @@ class Request:
         served version whenever tokens arrive.
         """
         self._limit = limit
+        self.submitted_version = version()
         try:
             async with asyncio.timeout(limit) as self._deadline:
                 async for output in llm.generate(prompt, params, self.id):
-                    self.go_on()
+                    self._restart_clock()
                     ended = self.stopped
                     self._collect(output, version())
                     if self.stopped and not ended and not output.finished:
@@ -88,36 +94,47 @@ class Request:
         return len(token_ids) if end is None else end
 
     def hold(self) -> None:
-        """The request is frozen: its time does not count."""
+        """The request is frozen: until :meth:`go_on` its time does not count, though a last token may still arrive."""
+        self._frozen = self._lived_on = True
         if self._deadline is not None:
             self._deadline.reschedule(None)
 
     def go_on(self) -> None:
         """Count the time for the next token from now."""
-        if self._deadline is not None and not self._deadline.expired():
+        self._frozen = False
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        if self._deadline is not None and not self._frozen and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time() + self._limit)
 
-    def check_versions(self, may_differ: bool) -> int:
-        """Compare our tags with vLLM's record (invariant 2); returns how many tags it corrected.
+    def check_versions(self) -> None:
+        """Compare our tags with vLLM's record (invariant 2).
 
-        Where requests live through a push (``may_differ``), a token that was sampled just before the pause may arrive
-        after the resume: the record is right. Elsewhere a difference is a :class:`VersionMismatchError`.
+        In a request that lived through a push, a token that was sampled just before the pause may arrive after the
+        resume: the record is right. Elsewhere a difference is a :class:`VersionMismatchError`.
         """
         if self.spans is None:
-            return 0  # vLLM died or stalled: there is no record
+            return  # vLLM died or stalled: there is no record
         recorded = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
         if self.surplus_tokens:
             recorded = recorded[: len(self.versions)]
         if recorded == self.versions:
-            return 0
-        if not may_differ or len(recorded) != len(self.versions):
+            return
+        if not self._lived_on or len(recorded) != len(self.versions):
             raise VersionMismatchError(
                 f"request {self.id} was tagged with versions {sorted(set(self.versions))}, but vLLM recorded "
                 f"{self.spans} for its {len(self.versions)} tokens"
             )
-        wrong = sum(ours != theirs for ours, theirs in zip(self.versions, recorded, strict=True))
         self.versions = recorded
-        return wrong
+
+    def certain_segments(self) -> list[Segment]:
+        """What the request has brought so far and whose version is certain before vLLM's record is there.
+
+        Where requests live through a push, a token that arrives behind it may have been sampled before. A token that
+        arrives while the version of the hand-in is served can be of no other.
+        """
+        return [segment for segment in self.segments() if segment.version == self.submitted_version]
 
     def segments(self) -> list[Segment]:
         """What the request brought, one segment a version."""

@@ -41,8 +41,8 @@ class Rollout:
     """Prompt tokens plus response tokens, with a log-probability, a version and a loss-mask bit per response token.
 
     Response tokens are *sampled*, or *observed*: written by an environment between two turns of the model.
-    ``finish_reason`` is ``None`` while the rollout is unfinished. ``segments`` counts the submissions that contributed
-    at least one token; ``resumes`` those after the first of a turn, including those that were aborted empty.
+    ``finish_reason`` is ``None`` while the rollout is unfinished. ``resumes`` counts the submissions after the first of
+    a turn, including those that were aborted empty, and those after a restart of the run that continue tokens.
 
     Raises :class:`RolloutError` when the columns differ in length, a log-probability is not finite or is positive,
     versions decrease along the response, or observations overlap, come first, or are seen by the loss.
@@ -55,7 +55,6 @@ class Rollout:
     versions: tuple[int, ...] = ()
     loss_mask: tuple[bool, ...] = ()
     finish_reason: FinishReason | None = None
-    segments: int = 0
     resumes: int = 0
     observations: tuple[tuple[int, int], ...] = ()
     """The response positions ``[start, end)`` of observed tokens, in order. The loss mask cannot tell which these are:
@@ -101,11 +100,6 @@ class Rollout:
     def oldest_version(self) -> int | None:
         """The version of the oldest token, or ``None`` while there is no token."""
         return self.versions[0] if self.versions else None
-
-    @property
-    def newest_version(self) -> int | None:
-        """The version of the newest token, or ``None`` while there is no token."""
-        return self.versions[-1] if self.versions else None
 
     @property
     def version_count(self) -> int:
@@ -182,8 +176,12 @@ class Rollout:
             versions=self.versions + (segment.version,) * count,
             loss_mask=self.loss_mask + (True,) * count,
             finish_reason=finish_reason,
-            segments=self.segments + (count > 0),
         )
+
+
+def further(one: Rollout, other: Rollout) -> Rollout:
+    """The one of two views of a rollout that knows more: more tokens, or as many and that they are all."""
+    return max(one, other, key=lambda seen: (len(seen.response_token_ids), seen.finish_reason is not None))
 
 
 @dataclass(frozen=True, slots=True)

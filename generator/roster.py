@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 HEALTH_INTERVAL = 5.0
 """Seconds between looks at engines that nobody is calling."""
 HAND_BACK_SECONDS = 5.0
-"""How long a lost engine may take to hand back what it has. One that is drained has ``PoolSettings.drain_timeout``."""
+"""How long a lost engine may take to hand back what it has."""
+DRAIN_SECONDS = 60.0
+"""The same for an engine that is drained: it works, and what it does not hand back is sampled again."""
 BACK_OFF_LIMIT = 60.0
 """Longest pause, in seconds, before the next try to start an engine; the first is 1 s, each doubles the last."""
 
@@ -72,17 +74,15 @@ class Slot:
 class PoolSettings:
     """How a pool behaves. Timeouts are in seconds."""
 
-    count: int = 1
-    max_running: int = 64
+    count: int
+    max_running: int
     """Rollouts an engine runs at a time; what it has beyond that waits inside it."""
-    max_restarts: int = 10
+    max_restarts: int
     """Engines that may be replaced in a run."""
-    serve_timeout: float = 900.0
+    serve_timeout: float
     """How long rollouts wait for an engine to serve when none does."""
-    drain_timeout: float = 60.0
-    """How long an engine that is drained may take to hand back what it has."""
-    mode: PushMode = "abort"
-    kv_cache: KvCache = "recompute"
+    mode: PushMode
+    kv_cache: KvCache
 
 
 class Roster:
@@ -197,7 +197,7 @@ class Roster:
         self._has_changed()
         try:
             if state is not State.STARTING:
-                await self._hand_back(slot, self.settings.drain_timeout)
+                await self._hand_back(slot, DRAIN_SECONDS)
                 await slot.link.shutdown()
         except EngineError as error:
             logger.info("%s did not end by itself: %s", slot.link.name, error)

@@ -14,12 +14,15 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.resume import Finished, Sampling, next_submission
 from generator.rollout import Rollout, Segment
 from generator.simulated_stream import SimulatedSettings, whole_stream
+
+if TYPE_CHECKING:
+    from weight_sync.manifest import Manifest
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +45,10 @@ class _Work:
     call: _Call
     stream: list[tuple[int, float]] | None = None
     """What is still to come of the rollout, the tokens of the request included."""
-    submissions: int = 0
+    resumed: bool = False
+    """Whether the next submission is not the first of its turn."""
+    touched: bool = False
+    """Whether it was submitted here."""
     submitted: bool = False
     started: float | None = None
     """When the request would have begun, had it run without a break; ``None`` while it waits or is frozen."""
@@ -66,6 +72,8 @@ class SimulatedEngine:
         self.wrong_version: int | None = None
         """What the engine takes every version for that it is sent, if set."""
         self.refuse_weights = False
+        self.counts: dict[str, int] = {}
+        """What every call returns as its counts."""
         self.called: Counter[str] = Counter()
         """Calls by method."""
         self._started = False
@@ -160,9 +168,10 @@ class SimulatedEngine:
     async def generate(self, rollouts: list[Rollout], sampling: Sampling | None = None) -> Returned:
         await self._arrive("generate")
         if self._leaving:
-            return Returned(rollouts, self._leaving)
+            return Returned(rollouts, self._leaving, frozenset(rollout.id for rollout in rollouts))
         call = _Call(sampling or self.settings.sampling, asyncio.get_running_loop().create_future())
-        call.work = [_Work(rollout, call) for rollout in rollouts]
+        begun = call.sampling.turn_start
+        call.work = [_Work(rollout, call, resumed=len(rollout.response_token_ids) > begun) for rollout in rollouts]
         call.unfinished = len(rollouts)
         self._calls[call] = None
         try:
@@ -176,7 +185,9 @@ class SimulatedEngine:
                 if work.submitted:
                     self._take_back(work)
         await self._travel("generate")
-        return Returned([work.rollout for work in call.work], reason)
+        left = [work for work in call.work if work.rollout.finish_reason is None]
+        untouched = frozenset(work.rollout.id for work in left if not work.touched)
+        return Returned([work.rollout for work in call.work], reason, untouched, self.counts)
 
     def _submit(self, work: _Work) -> None:
         """Hand in what is next for the rollout, if the gate is open; or it is finished."""
@@ -187,7 +198,8 @@ class SimulatedEngine:
             if not work.call.unfinished:
                 work.call.done.set_result("")
         elif self._serving:
-            work.submitted = True
+            work.rollout = replace(work.rollout, resumes=work.rollout.resumes + work.resumed)
+            work.resumed = work.submitted = work.touched = True
             work.call.submitted += 1
             self._submitted += 1
             self._idle.clear()
@@ -238,11 +250,11 @@ class SimulatedEngine:
     def _take_back(self, work: _Work) -> None:
         """The request ends here, with the tokens that it brought; the rollout has them."""
         self._tag(work)
+        count = len(work.versions)
         for segment in self._segments(work):
             work.rollout = work.rollout.extended(segment)
-        if work.submissions:
-            work.rollout = replace(work.rollout, resumes=work.rollout.resumes + 1)
-        work.submissions += 1
+        self._generated += count
+        work.stream = work.stream[count:] if work.stream is not None else None
         work.submitted, work.started, work.versions = False, None, []
         work.call.submitted -= 1
         self._running.discard(work)
@@ -251,13 +263,7 @@ class SimulatedEngine:
             self._idle.set()
 
     def _segments(self, work: _Work) -> Iterator[Segment]:
-        count = len(work.versions)
-        self._generated += count
-        if not count:
-            return
-        assert work.stream is not None
-        rows = zip(work.versions, work.stream[:count], strict=True)
-        work.stream = work.stream[count:]
+        rows = zip(work.versions, (work.stream or [])[: len(work.versions)], strict=True)
         for version, run in itertools.groupby(rows, key=lambda row: row[0]):
             ids, logprobs = zip(*(token for _, token in run), strict=True)
             yield Segment(ids, logprobs, version)
@@ -295,7 +301,7 @@ class SimulatedEngine:
                     self._submit(work)  # the gate is closed: only sees whether that was the last token
         self._waiting.clear()
 
-    async def load(self, version: int, entries: Any) -> None:
+    async def load(self, version: int, manifest: Manifest) -> None:
         """New weights arrive. Only a paused engine takes them."""
         await self._arrive("load")
         if self._serving:
@@ -303,12 +309,12 @@ class SimulatedEngine:
         if self.refuse_weights:
             raise self._broken("refuses weights")
         self.held = version if self.wrong_version is None else self.wrong_version
-        self._manifest = entries
+        self._manifest = manifest
         await self._travel("load")
 
-    async def confirm(self, version: int, entries: Any) -> None:
+    async def confirm(self, version: int, manifest: Manifest) -> None:
         await self._arrive("confirm")
-        if self.held != version or self._manifest != entries:
+        if self.held != version or self._manifest != manifest:
             raise self._broken(f"confirms weights {self.held} instead of version {version}")
         await self._travel("confirm")
 
@@ -360,9 +366,18 @@ class SimulatedEngine:
 
     async def partial_rollouts(self) -> list[Rollout]:
         await self._arrive("partial_rollouts")
-        rollouts = [work.rollout for call in self._calls for work in call.work]
+        rollouts = [self._partial(work) for call in self._calls for work in call.work]
         await self._travel("partial_rollouts")
         return rollouts
+
+    def _partial(self, work: _Work) -> Rollout:
+        """The rollout with what its request has brought so far; the request goes on."""
+        rollout = work.rollout
+        if work.submitted:
+            self._tag(work)
+            for segment in self._segments(work):
+                rollout = rollout.extended(segment)
+        return rollout
 
     async def stats(self) -> dict[str, float]:
         await self._arrive("stats")

@@ -156,6 +156,9 @@ class Environment(Protocol):
         computations) would hold up all rollouts: hand it to :meth:`Sampler.call`. Outside ``generate`` the episode may
         take ``rewarding.timeout`` seconds at a time. An episode that raises or takes longer is excluded from training
         and counted, as a reward function that fails is.
+
+        After a restart of the run an episode begins anew, with the turns that its checkpoint kept: one that does the
+        same when it is told the same goes on where it was.
         """
         ...
 

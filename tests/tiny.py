@@ -11,11 +11,16 @@ import torch
 from generator.launch import EngineSettings
 from generator.link import KvCache, PushMode
 from generator.resume import Sampling
+from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from trainer.learner_setup import LearnerSpec
+from trainer.placement import ONEDNN_PRIMITIVES
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
 
 VOCABULARY = 97
+BUCKET_BYTES = 50_000
+"""Of a push: the tiny model travels in several."""
 
 
 def tiny_llama(seed: int) -> torch.nn.Module:
@@ -53,16 +58,41 @@ def engine_settings(folder: Any, sampling: Sampling, running: int, threads: int 
         max_model_len=sampling.max_model_len,
         max_running=running,
         transfer_backend="gloo",
+        seed=0,
+        tensor_parallel=1,
         enforce_eager=True,
+        gpu_memory_utilization=0.85,
         kv_cache_bytes=64 << 20,
+        rollout_timeout=900.0,
+        rollout_tries=3,
+        pause_timeout=120.0,
+        drain_timeout=900.0,
+        trust_remote_code=False,
         executor="uni",
         environment={
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(threads),
             "VLLM_LOGGING_LEVEL": "ERROR",
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ONEDNN_PRIMITIVES,
         },
     )
     return replace(settings, **changes)
+
+
+def learner_spec(folder: Any, **changes: Any) -> LearnerSpec:
+    """The specification of a float32 learner on CPU for the model in ``folder``."""
+    spec = LearnerSpec(
+        model_path=str(folder),
+        dtype="float32",
+        device="cpu",
+        temperature=1.0,
+        seed=0,
+        trust_remote_code=False,
+        learner=LearnerConfig(timeout=300.0),
+        optimizer=OptimizerConfig(),
+        algorithm=AlgorithmConfig(),
+    )
+    return replace(spec, **changes)
 
 
 class LoopClient:
@@ -107,7 +137,8 @@ class ModuleLearner:
                 self._sender.close()
             self._connected = self.model
             client = LoopClient(self._engine, asyncio.get_running_loop())
-            self._sender = WeightSender(DeepSpeedSource(self.model), backend="gloo", bucket_bytes=50_000, timeout=120.0)
+            source = DeepSpeedSource(self.model, bucket_bytes=BUCKET_BYTES)
+            self._sender = WeightSender(source, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout=120.0)
             await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
         return self._sender.prepare()
 
@@ -132,8 +163,7 @@ class OneEngine:
         await self.engine.pause(self.mode, self.kv_cache)
 
     async def confirm(self, version: int, manifest: Any) -> None:
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.entries)
-        await self.engine.confirm(version, entries)
+        await self.engine.confirm(version, manifest)
 
     def publish(self, version: int) -> None:
         self.version = version

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from trainer import completion
 from trainer.checks import ConfigError
-from trainer.compose import CONFIG_MODULE, check_keys, compose_config, prepared, split, typed
+from trainer.compose import CONFIG_MODULE, check_flags, check_keys, compose_config, jobs, prepared, split, typed
 from trainer.leave import leave
 from trainer.ray_session import RaySession
 
@@ -58,9 +58,12 @@ def main() -> int:
     overrides, flags = split(sys.argv[1:])
     try:
         # Before Hydra: its own errors are neither readable nor told apart by the exit code.
-        check_keys([] if completing else overrides)
-        if set(flags) <= {"--cfg", "-c", "job", "hydra", "all"}:
-            compose_config(overrides)
+        if not completing:
+            check_flags(flags)
+            check_keys(overrides)
+            if not set(flags) & {"--hydra-help", "--version", "--config-dir", "-cd"}:
+                for job_overrides in jobs(overrides):
+                    compose_config(job_overrides)
     except ConfigError as error:
         return _complain(error)
     try:

@@ -6,7 +6,7 @@ disagree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from generator.rollout import Group, Rollout, ScoredRollout
 
@@ -25,7 +25,7 @@ class Admission:
         (version + max_versions + 1) * batch_prompts
 
     With ``max_versions = 0`` exactly one batch is admitted per version: on-policy. Groups that finish late can still
-    grow too old in the buffer; :meth:`expire` deals with their tokens at consumption, so the bound is strict.
+    grow too old in the buffer; :func:`expire` deals with their tokens at consumption, so the bound is strict.
     """
 
     batch_prompts: int
@@ -39,8 +39,6 @@ class Admission:
     running: int = 0
     buffered: int = 0
     consumed: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Groups that freed their place without being learned from, by cause."""
 
     def capacity(self) -> int:
         """How many more groups may be admitted now. Never negative."""
@@ -56,20 +54,27 @@ class Admission:
         self.running += 1
         return self.version
 
+    def continue_at(self, version: int, buffered: int) -> None:
+        """A run goes on after ``version`` optimizer steps, with ``buffered`` scored groups of its checkpoint.
+
+        The bound is the same as after a fresh start (V2). Groups that were in flight are admitted again, before new
+        ones; they had their places before, so there is room for them unless the configuration became narrower.
+        """
+        self.version, self.running, self.buffered = version, 0, buffered
+        self.consumed = version * self.batch_prompts
+
     def finished(self) -> None:
         """A running group waits in the buffer now."""
         self._leave("running")
         self.buffered += 1
 
-    def failed(self, cause: str) -> None:
+    def failed(self) -> None:
         """A running group gave up; its place is free."""
         self._leave("running")
-        self._count(cause)
 
-    def filtered(self, cause: str) -> None:
+    def filtered(self) -> None:
         """A buffered group will not be learned from; its place is free."""
         self._leave("buffered")
-        self._count(cause)
 
     def learned(self, groups: int) -> None:
         """``groups`` buffered groups went into a batch."""
@@ -88,9 +93,6 @@ class Admission:
         if count < 1:
             raise RuntimeError(f"admission lost count: no group is {place}")
         setattr(self, place, count - 1)
-
-    def _count(self, cause: str) -> None:
-        self.dropped[cause] = self.dropped.get(cause, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from trainer.placement import (
     engine_resources,
     engine_room,
     engine_settings,
-    learner_threads,
     pool_settings,
     transfer_backend,
 )
@@ -60,9 +59,7 @@ async def assemble(
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        parts = _parts(config, inputs, watch, engines, learner)
-        parts.check_resources = lambda changed: check_resources(changed, resources)
-        yield parts
+        yield _parts(config, inputs, watch, engines, learner, resources)
 
 
 def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
@@ -85,7 +82,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         temperature=config.sampling.temperature,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
-        learner=replace(config.learner, cpu_threads=learner_threads(config)),
+        learner=config.learner,
         optimizer=config.optimizer,
         algorithm=replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens),
     )
@@ -99,9 +96,9 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
     await learner.connect_weights(
         [link.handle for link in members],
         names=[link.name for link in members],
+        workers=[link.workers for link in members],
         address=learner.address if sync.address == "auto" else sync.address,
         port=0,
-        world_size=1 + sum(link.workers for link in members),
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,
@@ -118,7 +115,7 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     return MultiTurn(
         inputs.environment,
         engines,
-        engine_settings(config, inputs.model, inputs.prompts.longest_prompt).sampling,
+        engine_settings(config, inputs.model, inputs.prompts.longest_prompt).sampling,  # the same for every engine
         codec,
         watch.trace,
         timeout=config.rewarding.timeout,
@@ -126,7 +123,14 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     )
 
 
-def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, learner: LearnerGroup) -> Parts:
+def _parts(
+    config: Config,
+    inputs: Inputs,
+    watch: Watch,
+    engines: EnginePool,
+    learner: LearnerGroup,
+    resources: Mapping[str, float],
+) -> Parts:
     from trainer.loop import Parts
 
     return Parts(
@@ -149,4 +153,5 @@ def _parts(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, le
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
+        check_resources=lambda changed: check_resources(changed, resources),
     )

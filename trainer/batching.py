@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from trainer.algorithm.aggregation import Denominators
 
-PACKINGS = ("shared_prompt", "padded")
-"""Known values of ``learner.packing``."""
+Packing = Literal["shared_prompt", "padded"]
+"""How rows are made, see above; the words that ``learner.packing`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class BatchPlan:
     the same number of micro-batches, at least one; an empty one takes part in collectives with zero loss."""
 
     micro_batches: tuple[tuple[tuple[Row, ...], ...], ...]
-    packing: str
+    packing: Packing
     denominators: Denominators
     """Counted over *all* rollouts after all masks, those left out of the forward pass included."""
     skipped_rollouts: int
@@ -122,7 +123,7 @@ def plan_micro_batches(
     rollouts: Sequence[TrainRollout],
     token_budget: int,
     ranks: int,
-    packing: str,
+    packing: Packing,
     attention_tokens: float = math.inf,
     feed_all: bool = False,
 ) -> BatchPlan:
@@ -134,11 +135,8 @@ def plan_micro_batches(
     times the hidden size); it decides how many responses share a row, because attention over a long row costs more than
     the prompt that it saves. The plan is a pure function of its arguments: every rank can compute it for itself.
 
-    Raises ``ValueError`` for an unknown packing, for a budget or rank count below 1, or when rollouts of one group
-    differ in their prompt.
+    Raises ``ValueError`` for a budget or rank count below 1, or when rollouts of one group differ in their prompt.
     """
-    if packing not in PACKINGS:
-        raise ValueError(f"learner.packing is {packing!r}; known: {', '.join(PACKINGS)}")
     if token_budget < 1 or ranks < 1:
         raise ValueError(f"token budget ({token_budget}) and ranks ({ranks}) must be at least 1")
     groups: dict[int, list[TrainRollout]] = {}
@@ -165,7 +163,7 @@ def plan_micro_batches(
     )
 
 
-def build_micro_batch(rows: Sequence[Row], version: int, packing: str) -> MicroBatch:
+def build_micro_batch(rows: Sequence[Row], version: int, packing: Packing) -> MicroBatch:
     """Lay rows out as tensors on the CPU. ``version`` is the learner's policy version.
 
     No rows give a micro-batch of one unattended token and ``T = 0``.

@@ -1,4 +1,4 @@
-"""Cross-field checks of a composed configuration, and the readable errors of everything that can be wrong with it.
+"""Checks of a composed configuration, and the readable errors of everything that can be wrong with it.
 
 All of it runs before anything heavy starts. A :class:`ConfigError` is one paragraph: what is wrong, where, and the
 nearest valid key or value.
@@ -7,112 +7,12 @@ nearest valid key or value.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
+from trainer import allowed
 from trainer.algorithm import combinations
 from trainer.config import Config
-from trainer.dotted import DottedPathError, resolve_dotted
-
-VALUES: dict[str, tuple[str, ...]] = {
-    "hardware": ("auto", "cpu", "gpu", "cluster"),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "staleness.on_expired": ("mask_tokens", "drop_rollout", "drop_group"),
-    "algorithm.advantage": (
-        "grpo",
-        "grpo_batch_std",
-        "dr_grpo",
-        "rloo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "reward",
-    ),
-    "algorithm.objective": ("ppo_clip", "reinforce", "gspo", "cispo", "sapo", "dppo", "topr"),
-    "algorithm.proximal": ("current", "behaviour", "recomputed", "log_linear"),
-    "algorithm.correction.weight": ("none", "token", "sequence_product", "sequence_geometric"),
-    "algorithm.correction.mask": ("none", "token", "sequence_product", "sequence_geometric"),
-    "algorithm.aggregation": ("token_mean", "sequence_mean", "sequence_sum", "prompt_mean"),
-    "algorithm.divergence": ("tv", "kl"),
-    "algorithm.kl.estimator": ("k1", "k2", "k3"),
-    "algorithm.kl.place": ("loss", "reward"),
-    "algorithm.filter.overlong": ("none", "mask", "penalty"),
-    "learner.packing": ("shared_prompt", "padded"),
-    "engine.on_failed": ("drop_rollout", "drop_group"),
-    "weight_sync.mode": ("abort", "keep", "wait"),
-    "weight_sync.kv_cache": ("recompute", "reuse"),
-    "weight_sync.backend": ("auto", "gloo", "nccl"),
-    "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
-}
-"""The keys that take one of a few words."""
-
-EXTENSIBLE: dict[str, tuple[str, ...]] = {
-    "algorithm.advantage": ("statistics",),
-    "algorithm.objective": ("batch", "proximal", "algorithm"),
-    "algorithm.correction.weight": ("log_ratio", "loss_mask", "sequence"),
-    "algorithm.correction.mask": ("log_ratio", "loss_mask", "sequence"),
-    "algorithm.aggregation": ("loss", "batch", "denominators", "algorithm"),
-}
-"""The keys that may also name a function of the user's by its dotted path, and what it is called with."""
-
-AT_LEAST: dict[str, float] = {
-    "steps": 1,
-    "batch.prompts": 1,
-    "sampling.group_size": 1,
-    "sampling.max_tokens": 1,
-    "sampling.min_tokens": 0,
-    "sampling.temperature": 0,
-    "sampling.top_k": 0,
-    "sampling.min_p": 0,
-    "staleness.max_versions": 0,
-    "staleness.max_running_groups": 0,
-    "algorithm.clip_low": 0,
-    "algorithm.clip_high": 0,
-    "algorithm.divergence_limit": 0,
-    "algorithm.sum_length": 0,
-    "algorithm.entropy_bonus": 0,
-    "algorithm.correction.weight_low": 0,
-    "algorithm.correction.mask_low": 0,
-    "algorithm.correction.second_moment": 0,
-    "algorithm.kl.coefficient": 0,
-    "algorithm.filter.overlong_buffer": 0,
-    "algorithm.filter.overlong_penalty": 0,
-    "optimizer.learning_rate": 0,
-    "optimizer.warmup_steps": 0,
-    "learner.ranks": 1,
-    "learner.zero_stage": 0,
-    "learner.micro_batch_tokens": 1,
-    "learner.logprob_chunk": 1,
-    "engine.count": 1,
-    "engine.tensor_parallel": 1,
-    "engine.max_running": 1,
-    "engine.max_model_len": 0,
-    "engine.rollout_tries": 1,
-    "engine.max_restarts": 0,
-    "weight_sync.bucket_mib": 1,
-    "rewarding.workers": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 1,
-}
-"""The smallest value of a number; those that may be null are not looked at then."""
-
-POSITIVE = (
-    "algorithm.gate_positive",
-    "algorithm.gate_negative",
-    "optimizer.max_grad_norm",
-    "learner.timeout",
-    "engine.start_timeout",
-    "engine.rollout_timeout",
-    "sampling.repetition_penalty",
-    "weight_sync.timeout",
-    "weight_sync.drain_timeout",
-    "rewarding.timeout",
-    "shutdown.timeout",
-)
-"""Numbers that must be greater than 0."""
-
 
 UNSUPPORTED: dict[str, str] = {
     "sampling.n": "every rollout is a request of its own; `sampling.group_size` says how many a prompt gets",
@@ -140,67 +40,16 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """``"; did you mean `x`?"`` for the candidate closest to ``word``, or an empty string if none is close."""
-    options = list(candidates)
-    # A mistyped last part matters more than the path to it: `batch.promts` and `prompts` both mean `batch.prompts`.
-    close = [option for option in options if _abbreviates(word, option)][:1]
-    # Two letters that changed places are likelier than another word that is as close.
-    close = close or [option for option in options if sorted(option) == sorted(word)][:1]
-    close = close or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    if not close:
-        tails = {option.rsplit(".", 1)[-1]: option for option in options}
-        close = [tails[t] for t in difflib.get_close_matches(word.rsplit(".", 1)[-1], tails, n=1, cutoff=0.6)]
-    return f"; did you mean `{close[0]}`?" if close else ""
-
-
-def _abbreviates(word: str, option: str) -> bool:
-    """Whether the last part of ``word`` is the initials of that of ``option``: `optimizer.lr` or `lr`."""
-    path, _, tail = word.rpartition(".")
-    option_path, _, option_tail = option.rpartition(".")
-    return (
-        "_" in option_tail
-        and tail == "".join(part[:1] for part in option_tail.split("_"))
-        and (path in ("", option_path))
-    )
-
-
 def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first value or combination that cannot work."""
-    for key, allowed in VALUES.items():
-        value = get(config, key)
-        if key in EXTENSIBLE and "." in value:
-            _check_function(key, value)
-        elif value not in allowed:
-            hint = nearest(str(value), allowed)
-            raise ConfigError(f"`{key}={value}`: the value must be one of {', '.join(allowed)}{hint}")
-    for key, least in AT_LEAST.items():
-        if get(config, key) is None:
-            continue
-        if not least <= get(config, key) < math.inf:  # false for NaN too
-            raise ConfigError(f"`{key}={get(config, key)}`: the value must be at least {least:g}, and finite")
-    for key in POSITIVE:
-        if not 0 < get(config, key) < math.inf:
-            raise ConfigError(f"`{key}={get(config, key)}`: the value must be greater than 0, and finite")
+    for key, value in leaves(config):
+        if found := allowed.problem(key, value):
+            raise ConfigError(found)
     _check_sampling(config)
     _check_resumable(config)
     if found := combinations.problem(config.algorithm, config.sampling):
         raise ConfigError(found)
     _check_parallelism(config)
-
-
-def _check_function(key: str, path: str) -> None:
-    """Refuse a dotted path that names nothing callable with what the key's function is called with."""
-    arguments = EXTENSIBLE[key]
-    try:
-        function = resolve_dotted(path, key)
-        inspect.signature(function).bind(*arguments)
-    except DottedPathError as error:
-        raise ConfigError(str(error)) from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`{key}={path}` must name a function that can be called with ({', '.join(arguments)}): {error}"
-        ) from error
 
 
 def _check_sampling(config: Config) -> None:
@@ -262,12 +111,23 @@ def _check_parallelism(config: Config) -> None:
             f"`learner.ranks={config.learner.ranks}` needs at least as many rollouts in a batch; "
             f"`batch.prompts={config.batch.prompts}` x `sampling.group_size={config.sampling.group_size}` is {rollouts}"
         )
-    if config.learner.zero_stage > 3:
-        raise ConfigError(f"`learner.zero_stage={config.learner.zero_stage}`: DeepSpeed knows the stages 0 to 3")
     if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
         raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")
-    if config.hardware == "gpu" and config.weight_sync.backend == "gloo":
-        raise ConfigError("`weight_sync.backend=gloo` is for CPU engines; with `hardware=gpu` use `nccl`")
+    if config.hardware in ("gpu", "cluster") and config.weight_sync.backend == "gloo":
+        raise ConfigError(
+            f"`weight_sync.backend=gloo` is for CPU engines; with `hardware={config.hardware}` use "
+            "`weight_sync.backend=nccl`"
+        )
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with a value of its own, and the value."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value
 
 
 def get(config: Any, key: str) -> Any:

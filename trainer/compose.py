@@ -9,20 +9,26 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.checks import UNSUPPORTED, ConfigError, all_keys, check, nearest
+from trainer.checks import UNSUPPORTED, ConfigError, all_keys, check
 from trainer.config import Config
+from trainer.help import config_groups
+from trainer.nearest import nearest
 
 CONFIG_MODULE = "configs"
-GROUPS = ("recipe", "model", "algorithm", "hardware", "weight_sync", "logger")
+GROUPS = ("recipe", "model", "algorithm", "hardware")
+
+GROUP_VALUE = re.compile(r"[A-Za-z_][\w./-]*(,[A-Za-z_][\w./-]*)*")
+"""The name of an option of a group, or several in a sweep."""
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -41,6 +47,20 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     if not any(argument.startswith("hardware=") for argument in overrides):
         overrides.append(f"hardware={detect_hardware()}")
     return [*overrides, *flags]
+
+
+VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd", "--shell-completion", "-sc"}
+"""Flags of Hydra that are followed by a value; the configuration itself, ``--config-name``, is not to be changed."""
+FLAGS = VALUE_FLAGS | {"--resolve", "--multirun", "-m", "--run", "-r", "--hydra-help", "--version"}
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` for a word that is neither an override nor a flag that this command has."""
+    for before, word in zip(["", *flags], flags, strict=False):
+        if word not in FLAGS and before not in VALUE_FLAGS:
+            if word.startswith("-"):
+                raise ConfigError(f"there is no flag `{word}`{nearest(word, [*FLAGS, '--help'])}")
+            raise ConfigError(f"`{word}` is no override: write `{word}=VALUE`")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,10 +88,28 @@ def compose_config(overrides: Sequence[str]) -> Config:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
             return typed(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(explain(error)) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides of jobs in which every value of every sweep occurs; of the one job where nothing is swept."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(explain(error)) from error
+    choices = [
+        list(override.sweep_string_iterator()) if override.is_sweep_override() else [None] for override in parsed
+    ]
+    for job in range(max(map(len, choices), default=1)):
+        yield [
+            text if values[0] is None else f"{override.get_key_element()}={values[job % len(values)]}"
+            for text, override, values in zip(overrides, parsed, choices, strict=True)
+        ]
 
 
 def check_keys(overrides: Sequence[str]) -> None:
@@ -82,7 +120,12 @@ def check_keys(overrides: Sequence[str]) -> None:
     """
     known = [*all_keys(), *GROUPS]
     for override in overrides:
-        key = override.split("=", 1)[0].lstrip("+~").split("@", 1)[0]
+        name, _, value = override.partition("=")
+        key = name.lstrip("+~").split("@", 1)[0]
+        if not key:
+            raise ConfigError(f"`{override}` has no key before the `=`")
+        if key in GROUPS and "=" in override and (value == "null" or not GROUP_VALUE.fullmatch(value)):
+            raise ConfigError(f"`{override}`: the value must be one of {', '.join(config_groups()[key])}")
         if key not in known and not key.startswith(("hydra.", "hydra/", "data.options.")):
             raise ConfigError(_unknown_key(key))
 
@@ -116,10 +159,18 @@ def explain(error: Exception) -> str:
         full_key = re.search(r"full_key: ([\w.]+)", text)
         where = f"`{full_key[1]}`: " if full_key else ""
         return f"{where}the value {match[1]} is not a valid {match[2].lower()}"
+    if match := re.search(r"is not a subclass of \w+Config.*?full_key: ([\w.]+)", text, re.DOTALL):
+        one = next(key for key in all_keys() if key.startswith(f"{match[1]}."))
+        return f"`{match[1]}` holds several keys and takes no value itself; set one of them, such as `{one}`"
+    if match := re.search(r"field '[^']+' is not Optional\s+full_key: ([\w.]+)", text):
+        return f"`{match[1]}=null`: the key needs a value"
     if match := re.search(r"You must specify '(\w+)'.*?(?:Available options:\s*(.*))?$", text, re.DOTALL):
         options = ", ".join((match[2] or "").split())
         return f"no {match[1]} was chosen: add `{match[1]}=NAME`" + (f", one of {options}" if options else "")
-    return " ".join(text.split())
+    # What OmegaConf says in its first line, without its own types and the override that it was merging.
+    said = [line.strip() for line in text.splitlines() if not re.match(r"\s*(Error merging|\w+_?\w*: |$)", line)]
+    full_key = re.search(r"full_key: ([\w.]+)", text)
+    return (f"`{full_key[1]}`: " if full_key else "") + (said[0] if said else " ".join(text.split()))
 
 
 def _unknown_key(key: str) -> str:

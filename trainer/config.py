@@ -1,7 +1,8 @@
 """The typed configuration tree. Every default of the project stands here, and nowhere else.
 
-Hydra composes ``configs/`` over this schema; the YAML groups hold only what differs from these defaults. A field's
-comment is its documentation: ``docs/reference/configuration.md`` is generated from this file.
+Hydra composes ``configs/`` over this schema; its YAML files hold only what differs from these defaults, except for
+``configs/algorithm/``: a preset says all that makes it up. A field's comment is its documentation:
+``docs/reference/configuration.md`` is generated from this file.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class FilterConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = "grpo"  # how a reward becomes an advantage: a name from algorithms.md, or a dotted path
-    objective: str = "ppo_clip"  # the loss of a token: a name from algorithms.md, or a dotted path
+    advantage: str = "grpo"  # grpo, grpo_batch_std, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, reward, or path
+    objective: str = "ppo_clip"  # ppo_clip, reinforce, gspo, cispo, sapo, dppo, topr, or a dotted path
     proximal: str = "current"  # anchor of the objective's ratio: current, behaviour, recomputed, log_linear
     clip_low: float | None = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]; null: no lower bound
     clip_high: float | None = 0.2  # the upper end of the clip range; null: no upper bound

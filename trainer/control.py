@@ -28,23 +28,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SOCKET_FILE = "control.sock"
+REQUEST_SECONDS = 10.0
+"""Seconds that a client has for its one line."""
 CHANGEABLE = ("engine.count",)
 """The keys that a running run can change."""
 
 
 @contextlib.asynccontextmanager
 async def listening(parts: Parts, run_dir: str | Path) -> AsyncIterator[None]:
-    """Answer requests for as long as the context lasts."""
+    """Answer requests for as long as the context lasts. One that is not answered by then never is."""
+    answering: set[asyncio.Task[Any]] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        answering.add(task)
         try:
-            reply = await apply(parts, json.loads(await reader.readline()))
-        except (ValueError, TypeError, RuntimeError) as error:
-            reply = {"error": str(error)}
-        writer.write(json.dumps(reply).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):
-            await writer.drain()
-        writer.close()
+            writer.write(json.dumps(await _reply(parts, reader)).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+        finally:
+            answering.discard(task)
+            writer.close()
 
     with _short_path(run_dir) as path:
         path.unlink(missing_ok=True)  # of a run that was killed
@@ -55,6 +60,25 @@ async def listening(parts: Parts, run_dir: str | Path) -> AsyncIterator[None]:
             yield
         finally:
             (Path(run_dir) / SOCKET_FILE).unlink(missing_ok=True)
+            unanswered = list(answering)
+            for task in unanswered:
+                task.cancel()
+            await asyncio.gather(*unanswered, return_exceptions=True)
+
+
+async def _reply(parts: Parts, reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The answer to the request that ``reader`` brings within ``REQUEST_SECONDS``."""
+    try:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            line = await reader.readline()
+    except TimeoutError:
+        return {"error": f"no request came within {REQUEST_SECONDS:g} s; it is one line of JSON"}
+    except ValueError as error:  # longer than a request can be
+        return {"error": str(error)}
+    try:
+        return await apply(parts, json.loads(line))
+    except (ValueError, TypeError, RuntimeError) as error:
+        return {"error": str(error)}
 
 
 async def apply(parts: Parts, changes: Any) -> dict[str, Any]:
@@ -100,18 +124,22 @@ def _short_path(run_dir: str | Path) -> Iterator[Path]:
 def request(run_dir: str | Path, changes: dict[str, Any], timeout: float = 1800.0) -> dict[str, Any]:
     """Send ``changes`` to the run in ``run_dir`` and return its answer.
 
-    Raises ``FileNotFoundError`` or ``ConnectionError`` when no run listens there, ``TimeoutError`` after ``timeout`` s.
+    Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``ConnectionRefusedError`` when no run listens there,
+    another ``ConnectionError`` when it ends before it has answered, ``TimeoutError`` after ``timeout`` seconds.
     """
     with socket.socket(socket.AF_UNIX) as connection, _short_path(run_dir) as path:
         connection.settimeout(timeout)
         connection.connect(str(path))
         connection.sendall(json.dumps(changes).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(connection.makefile().readline())
+        line = connection.makefile().readline()
+    if not line.endswith("\n"):
+        raise ConnectionResetError("the run has ended before it answered")
+    answer: dict[str, Any] = json.loads(line)
     return answer
 
 
 def main() -> int:
-    """The command. Exit codes: 0 done, 1 the run refused or nobody listens, 2 a malformed command line."""
+    """The command. Exit codes: 0 done, 1 the run refused or did not answer, 2 a malformed command line."""
     parser = argparse.ArgumentParser(prog="python -m trainer.control", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", help="the run folder of a run that is going on")
     parser.add_argument("changes", nargs="*", metavar="key=value", help=f"what to change: {', '.join(CHANGEABLE)}")
@@ -122,8 +150,14 @@ def main() -> int:
         parser.error(f"changes are written key=value with a number as the value, not {arguments.changes}")
     try:
         answer = request(arguments.run_dir, changes)
-    except (FileNotFoundError, NotADirectoryError, ConnectionError):
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         sys.stderr.write(f"no run listens in {arguments.run_dir}: it has ended, or has not started its engines yet\n")
+        return 1
+    except ConnectionError:
+        sys.stderr.write(f"the run in {arguments.run_dir} has ended before it answered\n")
+        return 1
+    except TimeoutError:
+        sys.stderr.write(f"the run in {arguments.run_dir} has not answered; what was asked for may still happen\n")
         return 1
     sys.stdout.write("".join(f"{key:<16} {value}\n" for key, value in answer.items()))
     return 1 if "error" in answer else 0

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from generator.resume import Sampling, finish_reason
-from generator.rollout import Rollout
+from generator.resume import Sampling, budget_left, finish_reason
+from generator.rollout import Rollout, further
 from generator.task import Turn, TurnError
 from trainer.threads import in_daemon_thread
 
@@ -86,12 +86,12 @@ class Conversation:
     @property
     def tokens_left(self) -> int:
         """Tokens that may still be sampled, all turns together."""
-        return max(0, self._room(0))
+        return max(0, budget_left(self._sampling, self.rollout))
 
     @property
     def partial(self) -> Rollout:
         """Every token that is known of this rollout: its turns so far, or the recording that it follows."""
-        return max(self.rollout, self._recording or self.rollout, key=lambda known: len(known.response_token_ids))
+        return further(self.rollout, self._recording or self.rollout)
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Iterable[int] = ()
@@ -101,12 +101,12 @@ class Conversation:
         if max_tokens is not None and max_tokens < 1:
             raise TurnError(f"max_tokens is {max_tokens}; a turn needs at least 1")
         observation = self._observation(tuple(token_ids))
-        room = self._room(len(observation))
+        rollout = self.rollout.observed(observation)
+        room = budget_left(self._sampling, rollout)
         if room <= 0:
             self.rollout = replace(self.rollout, finish_reason="length")
             self.closed = True
             return Turn((), "", "length")
-        rollout = self.rollout.observed(observation)
         start = len(rollout.response_token_ids)
         turn = self._turn_sampling(rollout, min(room, max_tokens or room), stop_token_ids)
         self._sampling_now = True
@@ -172,13 +172,6 @@ class Conversation:
                 "to read first belongs into Task.prompt"
             )
         return observation
-
-    def _room(self, observed: int) -> int:
-        """Tokens that may be sampled after ``observed`` more tokens of observation."""
-        left = self._sampling.max_tokens - self.rollout.sampled_tokens
-        if self._sampling.max_model_len:
-            left = min(left, self._sampling.max_model_len - len(self.token_ids) - observed)
-        return left
 
     def _turn_sampling(self, rollout: Rollout, budget: int, stop_token_ids: Iterable[int]) -> Sampling:
         """The run's sampling with the budget and stop tokens of one turn; budgets are cumulative over a rollout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,6 +48,9 @@ def build_prompts(
             texts.append(prompt)
         else:
             texts.append(_chat_text(tokenizer, prompt))
+    for index, text in enumerate(texts):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"row {index + 1}: the prompt holds half a surrogate pair: {text!r:.80}")
     token_ids: list[list[int]] = [[] for _ in rows]
     for kind in {*chats}:
         chosen = [index for index, chat in enumerate(chats) if chat is kind]
@@ -106,10 +109,9 @@ class PromptStream:
         """Tokens of the longest prompt."""
         return max(len(prompt.token_ids) for prompt in self._prompts)
 
-    @property
-    def epoch(self) -> int:
-        """How many times every prompt has been handed out."""
-        return self._epoch
+    def by_id(self, prompt_id: int) -> Prompt:
+        """A prompt of the stream. Raises ``KeyError`` for an id that it does not have."""
+        return self._by_id[prompt_id]
 
     def next(self) -> Prompt:
         """The next prompt: one that was given back, if there is one, else the next of the epoch."""
@@ -137,18 +139,24 @@ class PromptStream:
         self._returned.append(prompt.id)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain values for a checkpoint. Prompts handed out and not done come first again."""
+        """The position, as plain values for a checkpoint."""
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "returned": [*self._handed_out, *self._returned],
+            "handed_out": list(self._handed_out),
+            "returned": list(self._returned),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position. Raises :class:`DataError` when it belongs to other prompts or another order."""
+    def load_state_dict(self, state: Mapping[str, Any], kept: Iterable[int] = ()) -> None:
+        """Continue at a saved position.
+
+        ``kept`` are the ids of prompts whose groups go on: these stay handed out. Others that were handed out and not
+        done come first again. Raises :class:`DataError` when the position belongs to other prompts or another order,
+        and ``KeyError``, ``TypeError`` or ``ValueError`` when it is none.
+        """
         for name, mine in (("seed", self._seed), ("shuffle", self._shuffle), ("fingerprint", self._fingerprint)):
             if state[name] != mine:
                 what = "the prompts are not the same" if name == "fingerprint" else f"{name} was {state[name]}"
@@ -156,10 +164,20 @@ class PromptStream:
                     f"the checkpoint's position in the data does not fit this run: {what}. Resume with the data set, "
                     "prompt format and seed of the checkpoint, or start afresh in another run_dir"
                 )
-        self._start_epoch(int(state["epoch"]))
-        self._cursor = int(state["cursor"])
-        self._returned = deque(int(index) for index in state["returned"])
-        self._handed_out = []
+        epoch, cursor, returned = int(state["epoch"]), int(state["cursor"]), [int(i) for i in state["returned"]]
+        # Checkpoints from before rollouts were kept have these in "returned".
+        again = [int(i) for i in state.get("handed_out", ())]
+        count = len(self._prompts)
+        if epoch < 0 or not 0 <= cursor <= count or any(not 0 <= index < count for index in [*returned, *again]):
+            raise ValueError(f"a position that does not exist among {count} prompts")
+        self._start_epoch(epoch)
+        self._cursor = cursor
+        self._handed_out = list(kept)
+        for prompt_id in self._handed_out:
+            if prompt_id not in again:
+                raise DataError(f"the checkpoint keeps rollouts of the prompt {prompt_id}, which it had not handed out")
+            again.remove(prompt_id)
+        self._returned = deque([*again, *returned])
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,9 +13,7 @@ from generator.resume import Sampling
 from generator.rollout import Prompt, Rollout, ScoredRollout
 from generator.task import Environment, Episode
 from trainer.conversation import Conversation, Engines, TextCodec
-from trainer.rewards import finite_number
-
-logger = logging.getLogger(__name__)
+from trainer.unscored import NotScoredError, Unscored, finite_number
 
 
 class EpisodeSource(Protocol):
@@ -31,8 +27,15 @@ class EpisodeSource(Protocol):
         """
         ...
 
+    def partial_rollouts(self) -> dict[str, Rollout]:
+        """What is known here, by the rollout's id, of rollouts that are being sampled or scored.
+
+        What an engine samples at this moment is the engine's to tell.
+        """
+        ...
+
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call, under the names of :meth:`trainer.rewards.RewardScorer.take_counts`."""
+        """What was counted since the last call, under the names of :meth:`trainer.unscored.Unscored.take_counts`."""
         ...
 
 
@@ -78,32 +81,36 @@ class SingleTurn:
         self._decode = decode
         self._trace = trace
         self._drop_group = drop_group
+        self._scoring: dict[str, Rollout] = {}
 
     async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> tuple[ScoredRollout, ...]:
         """Sample the group to its end, across any number of pushes, then score it."""
         with self._trace.span("engine", f"prompt {prompt.id}", version=version):
             finished = await self._engines.generate(rollouts)
-        with self._trace.span("reward", f"prompt {prompt.id}"):
-            ended = [rollout for rollout in finished if rollout.finish_reason != "failed"]
-            if len(ended) < len(finished) and self._drop_group:
-                ended = []
-            texts = [self._decode(rollout.response_token_ids) for rollout in ended]
-            scored = (
-                {item.rollout.id: item for item in await self._rewards.score(prompt, ended, texts)} if ended else {}
-            )
+        # The pool has forgotten the group by now; there was no await in between.
+        self._scoring.update((rollout.id, rollout) for rollout in finished)
+        try:
+            with self._trace.span("reward", f"prompt {prompt.id}"):
+                scored = await self._score(prompt, finished)
+        finally:
+            for rollout in finished:
+                del self._scoring[rollout.id]
         return tuple(scored.get(rollout.id, ScoredRollout(rollout, "", None, {})) for rollout in finished)
+
+    async def _score(self, prompt: Prompt, finished: list[Rollout]) -> dict[str, ScoredRollout]:
+        ended = [rollout for rollout in finished if rollout.finish_reason != "failed"]
+        if not ended or (len(ended) < len(finished) and self._drop_group):
+            return {}
+        texts = [self._decode(rollout.response_token_ids) for rollout in ended]
+        return {item.rollout.id: item for item in await self._rewards.score(prompt, ended, texts)}
+
+    def partial_rollouts(self) -> dict[str, Rollout]:
+        """The finished rollouts whose groups are being scored, by id."""
+        return dict(self._scoring)
 
     def take_counts(self) -> dict[str, int]:
         """What the reward functions did not score, since the last call."""
         return self._rewards.take_counts()
-
-
-class _NotScoredError(Exception):
-    """Why an episode has no reward. ``cause`` is the counter it goes under."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
 
 
 class MultiTurn:
@@ -125,6 +132,7 @@ class MultiTurn:
         drop_group: bool = False,
     ) -> None:
         self._environment = environment
+        self._name = f"environment {type(environment).__name__}"
         self._engines = engines
         self._sampling = sampling
         self._codec = codec
@@ -132,31 +140,28 @@ class MultiTurn:
         self._timeout = timeout
         self._drop_group = drop_group
         self._playing: dict[str, Conversation] = {}
-        self._counts: Counter[str] = Counter()
-        self._reported: set[str] = set()
+        self._unscored = Unscored()
 
     async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> tuple[ScoredRollout, ...]:
         """Play every episode of the group, side by side."""
-        with self._trace.span("engine", f"prompt {prompt.id}", version=version):
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._play(prompt, rollout)) for rollout in rollouts]
+        try:
+            with self._trace.span("engine", f"prompt {prompt.id}", version=version):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._play(prompt, rollout)) for rollout in rollouts]
+        finally:
+            for rollout in rollouts:
+                self._playing.pop(rollout.id, None)
         scored = [task.result() for task in tasks]
         if self._drop_group and any(item.rollout.finish_reason == "failed" for item in scored):
             scored = [replace(item, reward=None) for item in scored]
         return tuple(scored)
 
     def take_counts(self) -> dict[str, int]:
-        """How many episodes had no reward since the last call, by cause, and in all."""
-        causes = ("failed", "timeout", "declined", "invalid", "wrong_length", "excluded")
-        counts = {f"reward/{cause}": self._counts[cause] for cause in causes}
-        self._counts.clear()
-        return counts
+        """How many episodes had no reward since the last call, and how many parts no value, by cause."""
+        return self._unscored.take_counts()
 
     def partial_rollouts(self) -> dict[str, Rollout]:
-        """The tokens that are known of each episode in progress, by the rollout's id: those of its ended turns.
-
-        What an engine samples at this moment is the engine's to tell.
-        """
+        """The tokens of the ended turns of each episode, by the rollout's id, until the whole group has ended."""
         return {number: conversation.partial for number, conversation in self._playing.items()}
 
     async def _play(self, prompt: Prompt, rollout: Rollout) -> ScoredRollout:
@@ -169,16 +174,15 @@ class MultiTurn:
             parts = {str(name): self._part(name, value) for name, value in episode.parts.items()}
             log = _plain(episode.log)
             reward = _finite_reward(episode)
-        except _NotScoredError as error:
-            self._count(error)
+        except NotScoredError as error:
+            self._unscored.tell(self._name, error)
         finally:
             conversation.closed = True
-            del self._playing[rollout.id]
         ended = conversation.rollout
         return ScoredRollout(ended, self._codec.decode(ended.response_token_ids), reward, parts, log)
 
     async def _episode(self, prompt: Prompt, conversation: Conversation) -> Episode:
-        """Run the environment; raises :class:`_NotScoredError` with the cause when that brings no episode.
+        """Run the environment; raises :class:`NotScoredError` with the cause when that brings no episode.
 
         It has a task of its own, because one that ignores its cancellation must not be waited for.
         """
@@ -188,50 +192,38 @@ class MultiTurn:
                 await asyncio.wait({task})
         except TimeoutError:
             message = f"took longer than {self._timeout:g} s outside its turns (rewarding.timeout)"
-            raise _NotScoredError("timeout", message) from None
+            raise NotScoredError("timeout", message) from None
         finally:
             conversation.deadline = None
             task.cancel()
         if conversation.engine_error is not None:
             raise conversation.engine_error
         if conversation.rollout.finish_reason == "failed":
-            raise _NotScoredError("failed", "lost a turn that the engines could not finish")
+            raise NotScoredError("failed", "lost a turn that the engines could not finish")
         if task.cancelled():
-            raise _NotScoredError("failed", "cancelled itself")
+            raise NotScoredError("failed", "cancelled itself")
         if (error := task.exception()) is not None:
-            raise _NotScoredError("failed", f"raised {type(error).__name__}: {error}") from error
+            raise NotScoredError("failed", f"raised {type(error).__name__}: {error}") from error
         if not isinstance(episode := task.result(), Episode):
-            raise _NotScoredError("invalid", f"returned {episode!r:.80} instead of an Episode")
+            raise NotScoredError("invalid", f"returned {episode!r:.80} instead of an Episode")
         if not conversation.rollout.sampled_tokens:
-            raise _NotScoredError("failed", "ended without a turn of the model")
+            raise NotScoredError("failed", "ended without a turn of the model")
         return episode
 
     def _part(self, name: str, value: Any) -> float | None:
         number = finite_number(value)
         if value is not None and number is None:
-            self._counts["invalid"] += 1
-            self._report("invalid", f"has the part {name} = {value!r:.80}, which is not a finite number", None)
+            what = f"has the part {name} = {value!r:.80}, which is not a finite number"
+            self._unscored.tell(self._name, NotScoredError("invalid", what))
         return number
-
-    def _count(self, error: _NotScoredError) -> None:
-        self._counts[error.cause] += 1
-        self._counts["excluded"] += 1
-        self._report(error.cause, str(error), error.__cause__)
-
-    def _report(self, cause: str, message: str, error: BaseException | None) -> None:
-        """Say it once a cause as a warning; the counters tell how often it happens."""
-        level = logging.DEBUG if cause in self._reported else logging.WARNING
-        self._reported.add(cause)
-        name = type(self._environment).__name__
-        logger.log(level, "environment %s %s; such rollouts are excluded and counted", name, message, exc_info=error)
 
 
 def _finite_reward(episode: Episode) -> float:
     if episode.reward is None:
-        raise _NotScoredError("declined", "gave no reward")
+        raise NotScoredError("declined", "gave no reward")
     reward = finite_number(episode.reward)
     if reward is None:
-        raise _NotScoredError("invalid", f"gave the reward {episode.reward!r:.80}, which is not a finite number")
+        raise NotScoredError("invalid", f"gave the reward {episode.reward!r:.80}, which is not a finite number")
     return reward
 
 
@@ -240,5 +232,5 @@ def _plain(log: Any) -> dict[str, object]:
     try:
         plain: dict[str, object] = json.loads(json.dumps(dict(log), default=str))
     except (TypeError, ValueError) as error:
-        raise _NotScoredError("invalid", f"returned a log that cannot be written: {error}") from error
+        raise NotScoredError("invalid", f"returned a log that cannot be written: {error}") from error
     return plain

@@ -31,9 +31,8 @@ class Inputs:
 
 def load_inputs(config: Config) -> Inputs:
     """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process."""
-    task: Task = resolve_dotted(config.task, "task")()
-    context = TaskContext(config.data.path, config.data.options, hub_reachable, config.seed)
-    data = task.load(context)
+    task = make_task(config)
+    data = task.load(TaskContext(config.data.path, config.data.options, hub_reachable, config.seed))
     environment = find_environment(task)
     if environment is not None and config.reward is not None:
         raise ConfigError(
@@ -52,6 +51,19 @@ def load_inputs(config: Config) -> Inputs:
     prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
     stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
     return Inputs(data, model, tokenizer, stream, rewards, environment)
+
+
+def make_task(config: Config) -> Task:
+    """The task that ``task`` names. Raises :class:`DottedPathError` for something that is no task."""
+    factory = resolve_dotted(config.task, "task")
+    try:
+        task: Task = factory()
+    except Exception as error:
+        raise DottedPathError(f"task: {config.task} cannot be made: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("load", "prompt") if not callable(getattr(task, name, None))]
+    if missing:
+        raise DottedPathError(f"task: {config.task} makes a {type(task).__name__}, which has no method `{missing[0]}`")
+    return task
 
 
 def find_environment(task: Task) -> Environment | None:

@@ -21,9 +21,8 @@ from torch import Tensor
 from trainer.algorithm.diagnostics import DiagnosticSums, diagnostic_metrics, zero_sums
 from trainer.algorithm.loss import learns_without_advantage, policy_loss
 from trainer.algorithm.tokens import token_batch
-from trainer.batching import BatchPlan, MicroBatch, Row, TrainRollout, build_micro_batch, plan_micro_batches
+from trainer.batching import BatchPlan, MicroBatch, Packing, Row, TrainRollout, build_micro_batch, plan_micro_batches
 from trainer.learner_setup import (
-    DTYPES,
     LearnerSpec,
     adamw,
     deepspeed_config,
@@ -49,8 +48,6 @@ class Learner:
     """
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        if spec.dtype not in DTYPES:
-            raise ValueError(f"model.dtype is {spec.dtype!r}; the learner trains in {' or '.join(DTYPES)}")
         self.spec, self.rank, self.world_size = spec, rank, world_size
         self._interrupted = threading.Event()
         prepare_process(spec, rank, world_size, master_addr, master_port)
@@ -116,7 +113,8 @@ class Learner:
         that is not finite.
         """
         started = time.perf_counter()
-        plan = self._plan(rollouts, self.world_size, self.spec.learner.packing)
+        packing: Any = self.spec.learner.packing  # one of the words, checked with the configuration
+        plan = self._plan(rollouts, self.world_size, packing)
         learning_rate = learning_rate_at(self.steps_done, self.spec.optimizer)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -207,7 +205,7 @@ class Learner:
         if self._owns_process_group:
             dist.destroy_process_group()
 
-    def _plan(self, rollouts: Sequence[TrainRollout], ranks: int, packing: str) -> BatchPlan:
+    def _plan(self, rollouts: Sequence[TrainRollout], ranks: int, packing: Packing) -> BatchPlan:
         return plan_micro_batches(
             rollouts,
             self.spec.learner.micro_batch_tokens,

@@ -19,7 +19,6 @@ from trainer.learner_setup import LearnerSpec
 
 if TYPE_CHECKING:
     from weight_sync.manifest import Manifest
-    from weight_sync.push import SendReport
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +71,9 @@ class LearnerActor:
         self,
         engines: Sequence[Any],
         names: Sequence[str],
+        workers: Sequence[int],
         address: str,
         port: int,
-        world_size: int,
         backend: str,
         bucket_bytes: int,
         timeout: float,
@@ -88,12 +87,12 @@ class LearnerActor:
             self._sender = WeightSender(
                 source, backend=backend, rank=self._learner.rank, bucket_bytes=bucket_bytes, timeout=timeout
             )
-        self._sender.connect(engines, address, port, world_size, names)
+        self._sender.connect(engines, names, workers, address, port)
 
     def prepare_push(self) -> Manifest:
         return self._sender.prepare()
 
-    def send_weights(self, version: int) -> SendReport:
+    def send_weights(self, version: int) -> int:
         return self._sender.send(version)
 
     def steps_done(self) -> int:
@@ -166,9 +165,9 @@ class LearnerGroup:
         engines: Sequence[Any],
         *,
         names: Sequence[str],
+        workers: Sequence[int],
         address: str,
         port: int,
-        world_size: int,
         backend: str,
         bucket_bytes: int,
         transfer_timeout: float,
@@ -182,9 +181,9 @@ class LearnerGroup:
             "connect_weights",
             list(engines),
             list(names),
+            list(workers),
             address,
             port,
-            world_size,
             backend,
             bucket_bytes,
             transfer_timeout,
@@ -194,8 +193,8 @@ class LearnerGroup:
         """Check on every rank that the weights are finite; the manifest of what will be sent. Disturbs no engine."""
         return (await self._call("prepare_push"))[0]
 
-    async def send(self, version: int) -> SendReport:
-        """Move the weights into every engine, as ``version``."""
+    async def send(self, version: int) -> int:
+        """Move the weights into every engine, as ``version``; the bytes of tensors that were sent."""
         return (await self._call("send_weights", version))[0]
 
     async def steps_done(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,17 @@ class LearnerSpec:
 
     model_path: str
     """A folder or hub id that transformers can load."""
-    dtype: str = "float32"
+    dtype: str
     """Dtype of the forward pass: float32, or bfloat16 with float32 master weights."""
-    device: str = "cpu"
+    device: str
     """cpu (collectives over gloo) or cuda (nccl; the rank's process sees its own GPU as the first)."""
-    temperature: float = 1.0
+    temperature: float
     """The sampling temperature of the engines."""
-    seed: int = 0
-    trust_remote_code: bool = False
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    seed: int
+    trust_remote_code: bool
+    learner: LearnerConfig
+    optimizer: OptimizerConfig
+    algorithm: AlgorithmConfig
 
 
 def learning_rate_at(step: int, config: OptimizerConfig) -> float:

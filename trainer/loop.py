@@ -14,19 +14,20 @@ have been to sample it (truncated importance sampling).
 from __future__ import annotations
 
 import asyncio
-import itertools
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from generator.rollout import Group, Prompt, Rollout
+from generator.rollout import Group
 from trainer.admission import Admission, expire
 from trainer.batch import Batch, make_batch
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
+from trainer.groups import Groups, StartedGroup
 from trainer.state import save_checkpoint
 from trainer.watch.metrics import push_record
 from weight_sync.push import Pusher
@@ -59,7 +60,8 @@ class Parts:
     watch: Watch
     check_resources: Callable[[Config], None] = lambda config: None
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
-    buffer: Buffer = field(default_factory=lambda: Buffer())  # defined below
+    groups: Groups = field(default_factory=Groups)
+    """Those that are sampled, scored, or learned from in the step in progress."""
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change or travel."""
@@ -69,8 +71,8 @@ class Parts:
     """The batch of the optimizer step in progress."""
     unreported: Batch | None = None
     """The batch of a step that is made but not yet shown and written."""
-    serial: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers the groups of a run: a prompt can be in flight twice."""
+    reporting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a step is shown and written."""
     unscored_in_a_row: int = 0
     reported: Counter[str] = field(default_factory=Counter)
     """The engine pool's counts at the last step."""
@@ -93,31 +95,36 @@ async def train(parts: Parts) -> None:
 
 async def produce(parts: Parts) -> None:
     """Start a group whenever admission has a place."""
-    async with asyncio.TaskGroup() as groups:
+    async with asyncio.TaskGroup() as sampling:
         while True:
             while parts.admission.capacity() > 0:
-                prompt = parts.prompts.next()
-                version = parts.admission.admit()
-                groups.create_task(sample_group(parts, prompt, version), name=f"group of prompt {prompt.id}")
+                started = next_group(parts)
+                sampling.create_task(sample_group(parts, started), name=f"group of prompt {started.prompt.id}")
             parts.place_freed.clear()
             await parts.place_freed.wait()
 
 
-async def sample_group(parts: Parts, prompt: Prompt, version: int) -> None:
+def next_group(parts: Parts) -> StartedGroup:
+    """Take a place. What a checkpoint brought unfinished goes on first, then comes the next prompt of the data."""
+    version = parts.admission.admit()
+    if (started := parts.groups.begin_again()) is not None:
+        return started
+    return parts.groups.begin(parts.prompts.next(), parts.config.sampling.group_size, version)
+
+
+async def sample_group(parts: Parts, started: StartedGroup) -> None:
     """Sample one group to its end, across any number of pushes, score it and put it into the buffer."""
-    number = next(parts.serial)
-    rollouts = [
-        Rollout(id=f"{number}-{member}", prompt_token_ids=prompt.token_ids)
-        for member in range(parts.config.sampling.group_size)
-    ]
-    group = Group(prompt, await parts.episodes.sample(prompt, rollouts, version), version)
+    prompt, version = started.prompt, started.admitted_version
+    group = Group(prompt, await parts.episodes.sample(prompt, list(started.rollouts), version), version)
+    # No await from here on: a checkpoint finds the group in one place, and its tokens counted as that place asks.
     parts.watch.finished(group)
+    parts.groups.ended(started)
     if all(rollout.reward is None for rollout in group.rollouts):
         unscored(parts, group)
     else:
         parts.unscored_in_a_row = 0
         parts.admission.finished()
-        parts.buffer.put(group)
+        parts.groups.buffer.put(group)
     parts.place_freed.set()
 
 
@@ -125,7 +132,7 @@ def unscored(parts: Parts, group: Group) -> None:
     """No rollout of the group got a reward: it is lost and counted. Raises when that goes on and on."""
     parts.watch.count("tokens/lost", sum(scored.rollout.sampled_tokens for scored in group.rollouts))
     parts.prompts.done(group.prompt)
-    parts.admission.failed("unscored")
+    parts.admission.failed()
     parts.unscored_in_a_row += 1
     if parts.unscored_in_a_row >= UNSCORED_BATCHES * parts.config.batch.prompts:
         counts = {name: count for name, count in parts.episodes.take_counts().items() if count}
@@ -159,30 +166,27 @@ def step_done(parts: Parts) -> None:
     assert parts.in_training is not None
     batch, parts.in_training = parts.in_training, None
     parts.unreported = batch
+    parts.groups.learned()
     parts.steps_done += 1
     for group in batch.groups:
         parts.prompts.done(group.prompt)
 
 
 def report_step(parts: Parts, metrics: dict[str, float]) -> None:
-    """Show and write the step just done."""
-    assert parts.unreported is not None
-    batch, parts.unreported = parts.unreported, None
-    parts.watch.count("tokens/lost", batch.unscored_tokens)
-    counts = parts.episodes.take_counts()
-    del counts["reward/excluded"]  # counts whatever was scored meanwhile; the step's own is among its metrics already
-    version = parts.steps_done - 1
-    parts.watch.step(
-        parts.steps_done,
-        metrics | batch.filtered | counts | engine_counts(parts),
-        batch.groups,
-        batch.advantages,
-        version=version,
-    )
+    """Show and write the step just done, once: returns when that is so, whoever does it."""
+    with parts.reporting:
+        batch, parts.unreported = parts.unreported, None
+        if batch is None:
+            return
+        parts.watch.count("tokens/lost", batch.unscored_tokens)
+        counts = parts.episodes.take_counts()
+        done = parts.steps_done
+        metrics = metrics | batch.filtered | counts | engine_counts(parts)
+        parts.watch.step(done, metrics, batch.groups, batch.advantages, version=done - 1)
 
 
 def engine_counts(parts: Parts) -> dict[str, float]:
-    """What happened to engines since the last step, also added to the totals."""
+    """What happened to engines and to requests at them since the last step, also added to the totals."""
     now = Counter(parts.engines.counts)
     since, parts.reported = now - parts.reported, now
     for name, count in since.items():
@@ -195,11 +199,12 @@ async def next_batch(parts: Parts) -> Batch:
     config = parts.config
     groups: list[Group] = []
     while len(groups) < config.batch.prompts:
-        group = await parts.buffer.take()
+        group = await parts.groups.take()
         kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
         if kept.group is None:
             parts.watch.count("tokens/expired", kept.tokens)
-            parts.admission.filtered("expired")
+            parts.groups.expired(group)
+            parts.admission.filtered()
             parts.prompts.give_back(group.prompt)
             parts.place_freed.set()
             continue
@@ -232,22 +237,3 @@ async def maybe_checkpoint(parts: Parts) -> None:
     every = parts.config.checkpoint.every
     if every and parts.steps_done % every == 0 and parts.steps_done < parts.config.steps:
         await save_checkpoint(parts)
-
-
-class Buffer:
-    """Scored groups that wait to be learned from; the one with the oldest token comes first."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.PriorityQueue[tuple[int, int, Group]] = asyncio.PriorityQueue()
-        self._arrival = itertools.count()
-
-    def put(self, group: Group) -> None:
-        """Add a group; never blocks, admission bounds the size."""
-        self._queue.put_nowait((group.oldest_version, next(self._arrival), group))
-
-    async def take(self) -> Group:
-        """Wait for a group. Admission and the engines' rollout deadline bound the wait."""
-        return (await self._queue.get())[2]
-
-    def __len__(self) -> int:
-        return self._queue.qsize()

@@ -26,7 +26,6 @@ from trainer.model_cache import build_once, default_cache_dir, missing_parts
 DeviceKind = Literal["cpu", "gpu"]
 
 FACTORY_PREFIX = "factory:"
-DTYPES = ("auto", "float32", "bfloat16")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
@@ -46,7 +45,6 @@ class ResolvedModel:
     """Why it was taken."""
     eos_token_ids: tuple[int, ...]
     """Every id that ends a sequence: of the generation configuration, the configuration and the tokenizer."""
-    pad_token_id: int
     max_position_embeddings: int
     dtype: str
     """``float32`` or ``bfloat16``: what engines and the learner's forward pass compute in."""
@@ -58,7 +56,7 @@ def resolve_model(
     hub_id: str,
     cache_dir: str | Path | None,
     device_kind: DeviceKind,
-    dtype: str = "auto",
+    dtype: str,
     reachable: Callable[[], bool] | None = None,
 ) -> ResolvedModel:
     """Find, fetch, convert or build the model that ``path`` names.
@@ -70,8 +68,6 @@ def resolve_model(
 
     Raises :class:`ModelError` that names what was looked for and where.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"model.dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     folder, source, reason = _locate(path, hub_id, cache, device_kind, reachable or hub_reachable)
     return _describe(folder, source, reason, _resolve_dtype(dtype, device_kind))
@@ -198,9 +194,8 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     config = _read_json(folder / "config.json")
     text = config.get("text_config", config)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    tokenizer_eos, tokenizer_pad = _tokenizer_ids(folder)
     eos: dict[int, None] = {}  # a set that keeps its order
-    for value in (generation.get("eos_token_id"), text.get("eos_token_id"), config.get("eos_token_id"), tokenizer_eos):
+    for value in (*(part.get("eos_token_id") for part in (generation, text, config)), _tokenizer_eos(folder)):
         eos.update(dict.fromkeys(_ids(value)))
     if not eos:
         raise ModelError(
@@ -209,24 +204,17 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     context = text.get("max_position_embeddings")
     if not isinstance(context, int):
         raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
-    pads = (tokenizer_pad, generation.get("pad_token_id"), text.get("pad_token_id"), next(iter(eos)))
-    pad = next(value for value in pads if isinstance(value, int) and value >= 0)
-    return ResolvedModel(str(folder.absolute()), source, reason, tuple(eos), pad, context, dtype)
+    return ResolvedModel(str(folder.absolute()), source, reason, tuple(eos), context, dtype)
 
 
-def _tokenizer_ids(folder: Path) -> tuple[int | None, int | None]:
-    """The tokenizer's own end-of-sequence and padding ids, read from its files without building it."""
+def _tokenizer_eos(folder: Path) -> int | None:
+    """The tokenizer's own end-of-sequence id, read from its files without building it."""
     configuration, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not configuration.is_file() or not tokenizer.is_file():
-        return None, None
-    names = _read_json(configuration)
+        return None
+    name = _read_json(configuration).get("eos_token")
     ids = {token["content"]: token["id"] for token in _read_json(tokenizer).get("added_tokens", [])}
-
-    def find(key: str) -> int | None:
-        name = names.get(key)
-        return ids.get(name["content"] if isinstance(name, dict) else name)
-
-    return find("eos_token"), find("pad_token")
+    return ids.get(name["content"] if isinstance(name, dict) else name)
 
 
 def _ids(value: Any) -> Iterator[int]:

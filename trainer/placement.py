@@ -52,10 +52,11 @@ def prompt_limit(config: Config, model: ResolvedModel) -> int:
     return context - config.sampling.max_tokens
 
 
-def make_sampling(config: Config, model: ResolvedModel, max_model_len: int, first_step: int = 0) -> Sampling:
+def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> Sampling:
     """How rollouts are sampled; every end-of-sequence id of the model stops one unless they are ignored.
 
-    A run continued at ``first_step`` numbers its rollouts from 0 again, so its seed is another one.
+    The seed is the same before and after a restart of the run: the ids of its rollouts go on, so that no random stream
+    comes twice, and what was lost since the checkpoint is sampled as it was.
     """
     sampling = config.sampling
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(model.eos_token_ids))
@@ -66,7 +67,7 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int, firs
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        seed=None if sampling.seed is None else sampling.seed + SEED_STRIDE * first_step,
+        seed=sampling.seed,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -79,7 +80,11 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int, firs
 def engine_settings(
     config: Config, model: ResolvedModel, longest_prompt: int, first_step: int = 0, number: int = 0
 ) -> EngineSettings:
-    """The settings of engine ``number``. A continued run samples from other random streams than its first part did."""
+    """The settings of engine ``number``.
+
+    ``first_step`` is the number of steps made before in the run that this one continues: without ``sampling.seed``, an
+    engine draws from a stream of its own, which is another one after a restart.
+    """
     engine = config.engine
     max_model_len = engine.max_model_len or longest_prompt + config.sampling.max_tokens
     on_cpu = device_kind(config) == "cpu"
@@ -87,7 +92,7 @@ def engine_settings(
         name=f"engine {number}",
         model_path=model.path,
         dtype=model.dtype,
-        sampling=make_sampling(config, model, max_model_len, first_step),
+        sampling=make_sampling(config, model, max_model_len),
         max_model_len=max_model_len,
         max_running=engine.max_running,
         transfer_backend=transfer_backend(config),
@@ -130,21 +135,22 @@ def engine_threads(config: Config) -> int:
     return config.engine.cpu_threads or max(1, cpu_cores() // config.engine.count)
 
 
-def learner_threads(config: Config) -> int:
-    """Threads of one learner rank: unless configured, on CPU, all ranks together have a thread for every core."""
-    if config.learner.cpu_threads or device_kind(config) == "gpu":
-        return config.learner.cpu_threads
-    return max(1, cpu_cores() // config.learner.ranks)
-
-
 def cpu_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
+ONEDNN_PRIMITIVES = "128"
+"""oneDNN keeps a compiled kernel, half a megabyte, for each shape of a matrix product, 1,024 of them unless told
+otherwise. Resubmissions make a new shape each: an engine would grow by half a gigabyte and seldom use one twice."""
+
+
 def engine_environment(config: Config) -> dict[str, str]:
     """Environment variables of an engine on CPU."""
-    environment = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    environment = {
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ONEDNN_PRIMITIVES,
+    }
     if config.engine.tensor_parallel > 1:
         return environment | {"VLLM_CPU_OMP_THREADS_BIND": config.engine.cpu_threads_bind}
     # One process less than the default, whose start costs as much again. vLLM allows it only together with this

@@ -11,6 +11,9 @@ from typing import Any, Self
 
 from trainer.config import Config
 
+END_SECONDS = 30.0
+"""What Ray's processes may take to end; afterwards the end of this process ends them."""
+
 
 class RaySession:
     """Starts Ray in the background when entered and ends it when left.
@@ -34,7 +37,7 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave.set()
-        self._thread.join()
+        self._thread.join(END_SECONDS)
 
     def wait(self) -> dict[str, float]:
         """Wait until Ray runs; the cluster's resources. Raises what Ray's start raised; Ray has deadlines for it."""
@@ -71,6 +74,7 @@ def _set_environment(config: Config) -> None:
 def _start(config: Config) -> None:
     import ray
 
+    _give_daemons_their_own_process_group()
     # It announces at every start that its token authentication is on, and that it leaves SIGTERM alone: both as wanted.
     for source in ("ray._private.authentication", "ray._private.worker"):
         logging.getLogger(source).setLevel(logging.ERROR)
@@ -85,3 +89,22 @@ def _start(config: Config) -> None:
         logging.getLogger(__name__).warning("Ray did not start within 30 s: the machine is busy; trying once more")
         ray.shutdown()
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+
+
+def _give_daemons_their_own_process_group() -> None:
+    """A signal to the group of this process, as ``timeout`` and job schedulers send it, is not for Ray's daemons.
+
+    They would end at once, under a run that is about to write its checkpoint. Ray makes the call that is wrapped here
+    in each daemon before its program starts; when this process dies, they end as before.
+    """
+    import ray._private.utils as utils
+
+    die_with_parent = utils.set_kill_on_parent_death_linux
+    if die_with_parent.__module__ == __name__:
+        return
+
+    def detach() -> None:
+        os.setpgid(0, 0)
+        die_with_parent()
+
+    utils.set_kill_on_parent_death_linux = detach

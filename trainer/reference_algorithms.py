@@ -16,7 +16,8 @@ from trainer.algorithm.objectives import OBJECTIVES
 from trainer.algorithm.proximal import PROXIMAL_POLICIES
 from trainer.algorithm.ratios import LEVELS
 from trainer.algorithm.regularisers import KL_ESTIMATORS
-from trainer.checks import EXTENSIBLE, get
+from trainer.allowed import EXTENSIBLE
+from trainer.checks import get
 from trainer.config import AlgorithmConfig, Config, SamplingConfig
 
 INTRODUCTION = """\

@@ -8,19 +8,18 @@ there has no reward: it is excluded and counted by cause, never scored 0.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from generator.rollout import Prompt, Rollout, ScoredRollout
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.threads import in_daemon_thread
-
-logger = logging.getLogger(__name__)
+from trainer.unscored import NotScoredError, Unscored, finite_number
 
 PURPOSE = "reward function"
 
@@ -72,14 +71,6 @@ def _resolve_part(item: Any) -> RewardPart:
     return RewardPart(item.get("name") or path.replace(":", ".").rsplit(".", 1)[-1], function, float(weight))
 
 
-class _PartError(Exception):
-    """Why a part has no values. ``cause`` is the counter it goes under."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
 class RewardScorer:
     """Scores the finished rollouts of one prompt; several groups may be scored at the same time.
 
@@ -94,8 +85,7 @@ class RewardScorer:
         self._parts = tuple(parts)
         self._timeout = timeout
         self._places = asyncio.Semaphore(workers)
-        self._counts: Counter[str] = Counter()
-        self._reported: set[tuple[str, str]] = set()
+        self._unscored = Unscored()
 
     async def score(
         self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str]
@@ -109,13 +99,8 @@ class RewardScorer:
         return tuple(scored)
 
     def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call, as metrics: how many values of a part are missing for what cause
-        (``reward/failed``, ``timeout``, ``declined``, ``invalid``, ``wrong_length``), and ``reward/excluded`` rollouts.
-        """
-        causes = ("failed", "timeout", "declined", "invalid", "wrong_length", "excluded")
-        counts = {f"reward/{cause}": self._counts[cause] for cause in causes}
-        self._counts.clear()
-        return counts
+        """How many values of parts are missing since the last call, by cause: see :mod:`trainer.unscored`."""
+        return self._unscored.take_counts()
 
     def _total(self, by_part: Mapping[str, float | None]) -> float | None:
         total = 0.0
@@ -124,7 +109,6 @@ class RewardScorer:
             if part.weight == 0:
                 continue
             if value is None:
-                self._counts["excluded"] += 1
                 return None
             total += part.weight * value
         return total
@@ -138,9 +122,8 @@ class RewardScorer:
             async with self._places:
                 result = await self._call(part.function, arguments)
             return self._checked(part, result, count)
-        except _PartError as error:
-            self._counts[error.cause] += count
-            self._report(part, error)
+        except NotScoredError as error:
+            self._unscored.tell(f"reward {part.name}", error, count)
             return [None] * count
 
     async def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -148,21 +131,10 @@ class RewardScorer:
         deadline = loop.time() + self._timeout
         if _is_async(function):
             return await self._awaited(function(**arguments), self._timeout)
-        result = await self._in_thread(function, arguments)
+        call = in_daemon_thread(functools.partial(function, **arguments), "reward")
+        result = await self._awaited(call, self._timeout)
         if inspect.isawaitable(result):  # a plain wrapper around an async function
             return await self._awaited(result, max(0.0, deadline - loop.time()))
-        return result
-
-    async def _in_thread(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        def guarded() -> tuple[Any, BaseException | None]:
-            try:
-                return function(**arguments), None
-            except BaseException as error:  # whatever a foreign function raises, SystemExit included, is its failure
-                return None, error
-
-        result, error = await self._awaited(in_daemon_thread(guarded, "reward"), self._timeout)
-        if error is not None:
-            raise _failure(error)
         return result
 
     async def _awaited(self, awaitable: Any, seconds: float) -> Any:
@@ -175,58 +147,39 @@ class RewardScorer:
             raise
         if not finished:
             task.cancel()
-            raise _PartError("timeout", f"took longer than {self._timeout:g} s (rewarding.timeout)")
+            raise NotScoredError("timeout", f"took longer than {self._timeout:g} s (rewarding.timeout)")
         if task.cancelled():
-            raise _PartError("failed", "cancelled itself")
+            raise NotScoredError("failed", "cancelled itself")
         error = task.exception()
         if error is not None:
-            raise error if isinstance(error, _PartError) else _failure(error)
+            raise NotScoredError("failed", f"raised {type(error).__name__}: {error}") from error
         return task.result()
 
     def _checked(self, part: RewardPart, result: Any, count: int) -> list[float | None]:
         try:
-            values = list(result)
-        except TypeError as error:
-            raise _PartError("invalid", f"returned {result!r:.80} instead of a list of {count} numbers") from error
+            # The keys of a mapping and the members of a set are not rewards, and have no order that means anything.
+            values = None if isinstance(result, Mapping | Set | str | bytes) else list(result)
+        except TypeError:
+            values = None
+        if values is None:
+            raise NotScoredError("invalid", f"returned {result!r:.80} instead of a list of {count} numbers")
         if len(values) != count:
-            raise _PartError("wrong_length", f"returned {len(values)} values for {count} completions")
+            raise NotScoredError("wrong_length", f"returned {len(values)} values for {count} completions")
         checked: list[float | None] = []
         for value in values:
             number = finite_number(value)
             if number is None:
-                cause = "declined" if value is None else "invalid"
-                self._counts[cause] += 1
-                if cause == "invalid":
-                    self._report(part, _PartError(cause, f"returned {value!r:.80}, which is not a finite number"))
+                self._missing(part, value)
             checked.append(number)
         return checked
 
-    def _report(self, part: RewardPart, error: _PartError) -> None:
-        """Say it once a part and cause as a warning; the counters tell how often it happens."""
-        first = (part.name, error.cause) not in self._reported
-        self._reported.add((part.name, error.cause))
-        level = logging.WARNING if first else logging.DEBUG
-        logger.log(
-            level, "reward %s %s; its rollouts are excluded and counted", part.name, error, exc_info=error.__cause__
-        )
-
-
-def _failure(error: BaseException) -> _PartError:
-    failure = _PartError("failed", f"raised {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+    def _missing(self, part: RewardPart, value: Any) -> None:
+        if value is None:
+            self._unscored.count("declined")
+        else:
+            what = NotScoredError("invalid", f"returned {value!r:.80}, which is no number that can be averaged")
+            self._unscored.tell(f"reward {part.name}", what)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def finite_number(value: Any) -> float | None:
-    """``value`` as a finite float, or ``None`` when it is none."""
-    if value is None or isinstance(value, str | bytes):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None

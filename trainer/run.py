@@ -20,10 +20,21 @@ from generator.task import DataError, ModelError
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.dotted import DottedPathError
+from trainer.groups import KeptGroups
 from trainer.inputs import Inputs, load_inputs
 from trainer.placement import check_resources, device_kind
 from trainer.ray_session import RaySession
-from trainer.state import LEARNER_FOLDER, RunState, continue_from, find_checkpoint, is_done, load_state, save_checkpoint
+from trainer.state import (
+    COLLECT_SECONDS,
+    LEARNER_FOLDER,
+    RunState,
+    continue_from,
+    find_checkpoint,
+    is_done,
+    load_state,
+    rollouts_now,
+    save_checkpoint,
+)
 from trainer.watch import RunFolderError, Watch
 
 if TYPE_CHECKING:
@@ -31,6 +42,8 @@ if TYPE_CHECKING:
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 SAME_SIGNAL_SECONDS = 1.0
+COLLECT_SHARE = 0.25
+"""Of ``shutdown.timeout``: what engines, and what is being cancelled, may each take of it at most."""
 
 
 def run(config: Config, ray_session: RaySession) -> int:
@@ -40,13 +53,13 @@ def run(config: Config, ray_session: RaySession) -> int:
     try:
         inputs = load_inputs(config)
         checkpoint = find_checkpoint(config)
-        state = load_state(checkpoint, config, inputs.prompts) if checkpoint else None
+        state, kept = load_state(checkpoint, config, inputs.prompts) if checkpoint else (None, KeptGroups())
         if state is not None and is_done(config, state):
             print(
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
             )
             return EXIT_DONE
-        watch = Watch(config, config.run_dir, resume_step=state.step if state else None)
+        watch = Watch(config, resume_step=state.step if state else None)
     except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
@@ -59,7 +72,7 @@ def run(config: Config, ray_session: RaySession) -> int:
         watch.waiting("starting Ray")
         resources = ray_session.wait()
         check_resources(config, resources)
-        return asyncio.run(supervise(config, inputs, watch, checkpoint, state, resources))
+        return asyncio.run(supervise(config, inputs, watch, checkpoint, state, kept, resources))
     except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -77,6 +90,7 @@ async def supervise(
     watch: Watch,
     checkpoint: Path | None,
     state: RunState | None,
+    kept: KeptGroups,
     resources: Mapping[str, float],
 ) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
@@ -90,7 +104,7 @@ async def supervise(
             async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
-                    continue_from(state, parts)
+                    continue_from(state, kept, parts)
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
                 async with listening(parts, config.run_dir):
@@ -111,19 +125,25 @@ async def train_and_save(parts: Parts) -> None:
     """Train; at the end, or when interrupted, save what was learned."""
     from trainer.loop import train
 
+    training = asyncio.create_task(train(parts), name="training")
+    training.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, also behind an interrupt
     try:
-        await train(parts)
+        # An interrupt ends the waiting, not the training: what is being sampled is asked for before it is given up.
+        await asyncio.wait({training})
+        training.result()
         parts.watch.waiting("writing the last checkpoint and the export")
         await save_checkpoint(parts)
         await parts.learner.export(str(parts.watch.run_dir.absolute() / "export"))
     except asyncio.CancelledError:
         parts.watch.waiting("interrupted: writing a checkpoint")
-        await save_on_interrupt(parts)
+        await save_on_interrupt(parts, training)
         raise
+    finally:
+        training.cancel()
 
 
-async def save_on_interrupt(parts: Parts) -> None:
-    """A checkpoint after the optimizer steps made so far; the step in progress is given up.
+async def save_on_interrupt(parts: Parts, training: asyncio.Task[None]) -> None:
+    """A checkpoint after the optimizer steps made so far; the step in progress is given up, rollouts are kept.
 
     Raises ``RuntimeError`` when no checkpoint could be written: the run has then failed, not been interrupted.
     """
@@ -131,13 +151,16 @@ async def save_on_interrupt(parts: Parts) -> None:
 
     try:
         async with asyncio.timeout(parts.config.shutdown.timeout):
+            limit = min(COLLECT_SECONDS, COLLECT_SHARE * parts.config.shutdown.timeout)
+            newest = await rollouts_now(parts, limit)
+            training.cancel()
             await parts.learner.interrupt()
+            await asyncio.wait({training}, timeout=limit)
             # The step may have been made just before the interrupt; only the learner knows.
             if await parts.learner.steps_done() > parts.steps_done:
                 step_done(parts)
-            if parts.unreported is not None:
-                await asyncio.to_thread(report_step, parts, {})
-            path = await save_checkpoint(parts)
+            await asyncio.to_thread(report_step, parts, {})
+            path = await save_checkpoint(parts, newest)
     except Exception as error:
         what = f"not within {parts.config.shutdown.timeout:g} s (shutdown.timeout)"
         cause = what if isinstance(error, TimeoutError) else repr(root_cause(error))

@@ -1,8 +1,10 @@
 """Checkpoints: everything a run needs to go on after its process is gone.
 
-A checkpoint is a folder ``checkpoints/step_<n>/``: the learner (weights, optimizer, written by DeepSpeed) and
-``state.json`` (position in the data, totals). It is written beside its final place and renamed, so a torn one is never
-taken for a whole one. Rollouts in flight are not part of it yet: their prompts are sampled again.
+A checkpoint is a folder ``checkpoints/step_<n>/``: the learner (weights, optimizer, written by DeepSpeed), the rollouts
+that wait to be learned from and those in flight, with the tokens that they have (``rollouts.jsonl``), and the position
+in the data and the totals (``state.json``). The two files are of one moment: of every prompt that was handed out, the
+group is kept, or there is nothing left to do. It is written beside its final place and renamed, so a torn one is never
+taken for a whole one.
 """
 
 from __future__ import annotations
@@ -12,12 +14,18 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from generator.rollout import Rollout, further
+from generator.task import DataError
 from trainer.checks import ConfigError
-from trainer.config import Config
+from trainer.config import Config, SamplingConfig
+from trainer.groups import KeptGroups
+from trainer.kept_rollouts import read_groups, write_groups
+from trainer.watch.metrics import RunningTotals
 
 if TYPE_CHECKING:
     from trainer.data import PromptStream
@@ -27,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 LEARNER_FOLDER = "learner"
+COLLECT_SECONDS = 10.0
+"""How long a checkpoint waits for an engine to tell what it is sampling. What it does not tell is sampled again."""
+NUMBERS_BEFORE = 1_000_000
+"""Group numbers go on from so many a step where the checkpoint does not have them: more than any run had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,8 @@ class RunState:
     """Position in the data: :meth:`trainer.data.PromptStream.state_dict`."""
     totals: dict[str, Any]
     """Totals of the summary: :meth:`trainer.watch.Watch.state_dict`."""
+    next_group: int | None = None
+    """The number of the next new group. ``None``: from before checkpoints kept rollouts; there is no file of them."""
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
@@ -73,25 +87,44 @@ def find_checkpoint(config: Config) -> Path | None:
     return path
 
 
-def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> RunState:
-    """Read a checkpoint's state, move ``prompts`` to its position, and refuse what does not fit this run.
+def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple[RunState, KeptGroups]:
+    """Read a checkpoint's state and groups, move ``prompts`` to its position, and refuse what does not fit this run.
 
-    Raises :class:`ConfigError` when the file cannot be read, belongs to another model, or is past ``steps``; the
-    stream raises ``DataError`` for other data or another seed.
+    Raises :class:`ConfigError` when a file cannot be read, belongs to another model, or is past ``steps``; the stream
+    raises ``DataError`` for other data or another seed.
     """
     try:
         state = RunState(**json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
-    if state.model != config.model.path:
-        raise ConfigError(
-            f"the checkpoint {checkpoint} is of `model.path={state.model}`, the run has `model.path="
-            f"{config.model.path}`; take another run_dir"
-        )
-    if state.step > config.steps:
-        raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
-    prompts.load_state_dict(state.prompts)
-    return state
+        if state.model != config.model.path:
+            raise ConfigError(
+                f"the checkpoint {checkpoint} is of `model.path={state.model}`, the run has `model.path="
+                f"{config.model.path}`; take another run_dir"
+            )
+        if state.step > config.steps:
+            raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
+        RunningTotals().load_state_dict(state.totals["totals"])
+        prompts.load_state_dict(state.prompts)  # other data is refused before rollouts of it are looked for
+        kept = KeptGroups(first_number=NUMBERS_BEFORE * (1 + state.step))
+        if state.next_group is not None:
+            kept = _resumable(read_groups(checkpoint, prompts.by_id, state.next_group), config.sampling)
+            prompts.load_state_dict(state.prompts, kept.prompt_ids)
+    except (ConfigError, DataError):
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
+    return state, kept
+
+
+def _resumable(kept: KeptGroups, sampling: SamplingConfig) -> KeptGroups:
+    """Where no rollout can be continued exactly (see :attr:`generator.resume.Sampling.resumable`), unfinished ones
+    begin again instead."""
+    if not (sampling.presence_penalty or sampling.frequency_penalty):
+        return kept
+    started = (
+        replace(group, rollouts=tuple(one if one.finish_reason else one.first(0) for one in group.rollouts))
+        for group in kept.started
+    )
+    return replace(kept, started=tuple(started))
 
 
 def is_done(config: Config, state: RunState) -> bool:
@@ -103,11 +136,12 @@ def is_done(config: Config, state: RunState) -> bool:
     return state.step == config.steps == summary.get("steps") and summary.get("status") == "done"
 
 
-def commit(temporary: Path, final: Path, state: RunState, keep: int) -> None:
+def commit(temporary: Path, final: Path, state: RunState, kept: KeptGroups, keep: int) -> None:
     """Complete the checkpoint in ``temporary``, move it to ``final``, and drop all but the newest ``keep``.
 
     Checkpoints of later steps belong to a branch that this run left when it continued from an older one.
     """
+    write_groups(temporary, kept)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
     if final.exists():
         shutil.rmtree(final)
@@ -118,21 +152,39 @@ def commit(temporary: Path, final: Path, state: RunState, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def continue_from(state: RunState, parts: Parts) -> None:
-    """Put the counters of a checkpoint into fresh parts."""
+def continue_from(state: RunState, kept: KeptGroups, parts: Parts) -> None:
+    """Put the counters and groups of a checkpoint into fresh parts."""
     parts.watch.load_state_dict(state.totals)
-    parts.steps_done = parts.admission.version = state.step
-    # After a restart the bound is the same as after a fresh start (V2).
-    parts.admission.consumed = state.step * parts.admission.batch_prompts
+    parts.steps_done = state.step
+    parts.admission.continue_at(state.step, buffered=len(kept.scored))
+    parts.groups.restore(kept)
 
 
-async def save_checkpoint(parts: Parts) -> Path:
-    """Write the checkpoint after the optimizer steps made so far and return its folder."""
+async def rollouts_now(parts: Parts, limit: float = COLLECT_SECONDS) -> dict[str, Rollout]:
+    """What is known of every rollout that is being sampled or scored, by its id; engines have ``limit`` seconds to
+    answer. Generation goes on meanwhile."""
+    newest = {rollout.id: rollout for rollout in await parts.engines.partial_rollouts(limit)}
+    for name, rollout in parts.episodes.partial_rollouts().items():
+        newest[name] = further(newest.get(name, rollout), rollout)
+    return newest
+
+
+async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = None) -> Path:
+    """Write the checkpoint after the optimizer steps made so far and return its folder.
+
+    ``newest`` is what :func:`rollouts_now` returned while rollouts were sampled; unless given, it is asked for.
+    """
     step = parts.steps_done
     final = checkpoint_path(parts.config.run_dir, step)
     temporary = final.with_name(f".{final.name}.writing")
     await asyncio.to_thread(shutil.rmtree, temporary, True)
     await parts.learner.save(str(temporary / LEARNER_FOLDER))
-    state = RunState(step, parts.config.model.path, parts.prompts.state_dict(), parts.watch.state_dict())
-    await asyncio.to_thread(commit, temporary, final, state, parts.config.checkpoint.keep)
+    if newest is None:
+        newest = await rollouts_now(parts)
+    # One moment: no await between here and the last of these.
+    kept = parts.groups.kept(newest)
+    state = RunState(
+        step, parts.config.model.path, parts.prompts.state_dict(), parts.watch.state_dict(), kept.first_number
+    )
+    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint.keep)
     return final

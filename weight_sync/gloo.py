@@ -28,21 +28,22 @@ from weight_sync.reload import LayerwiseUpdate
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_SECONDS = 120.0
-
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):
-    """What a worker is told to join the group: vLLM's ``nccl`` fields, and the deadline of each collective."""
+    """What a worker is told to join the group: vLLM's ``nccl`` fields, and the deadline of each collective.
+
+    ``packed_num_buffers`` is taken so that what fits ``nccl`` fits here: gloo fills one buffer at a time.
+    """
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
+    timeout_seconds: float
     packed: bool = True
     packed_buffer_size_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES
     packed_num_buffers: int = DEFAULT_PACKED_NUM_BUFFERS
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         if not self.packed:

@@ -25,62 +25,46 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class GlooTrainerInitInfo:
-    """Where rank 0 listens, the size of the whole group, the rank of this process, bytes of a bucket, the deadline."""
+    """Where the sender listens, the size of the whole group, bytes of a bucket, seconds a collective may take."""
 
     master_address: str
     master_port: int
     world_size: int
-    rank: int
     packed_buffer_size_bytes: int
     timeout_seconds: float
 
-    @property
-    def is_sender(self) -> bool:
-        return self.rank == 0
-
 
 class GlooTrainerWeightTransferEngine:
-    """Rank 0 sends; the other ranks only take part in the source's gathers.
-
-    ``buckets_sent`` counts the collectives of the last push.
-    """
+    """The sender: rank 0 of the transfer group, whose other members are the engines' workers."""
 
     def __init__(self, *, client: Client, source: DeepSpeedSource, init_info: GlooTrainerInitInfo) -> None:
         self.client = client
-        self.is_sender = init_info.is_sender
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._timeout = init_info.timeout_seconds
         self._source = source
         self._group: GlooGroup | None = None
-        self.buckets_sent = 0
 
     @classmethod
     def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Client, source: DeepSpeedSource) -> Self:
         """Build the group together with the workers. Raises the first side's error as soon as one side fails."""
         engine = cls(client=client, source=source, init_info=init_info)
-        if engine.is_sender:
-            wire = {key: value for key, value in asdict(init_info).items() if key != "rank"}
-            payload = {"rank_offset": 1, **wire}
-            joined = _in_thread(lambda: client.init_weight_transfer_engine(payload))
-            opened = _in_thread(
-                lambda: GlooGroup(
-                    init_info.master_address, init_info.master_port, 0, init_info.world_size, init_info.timeout_seconds
-                )
+        payload = {"rank_offset": 1, **asdict(init_info)}
+        joined = _in_thread(lambda: client.init_weight_transfer_engine(payload))
+        opened = _in_thread(
+            lambda: GlooGroup(
+                init_info.master_address, init_info.master_port, 0, init_info.world_size, init_info.timeout_seconds
             )
-            sides: list[Future[Any]] = [joined, opened]
-            wait(sides, return_when=FIRST_EXCEPTION)
-            for side in sides:
-                if side.done():
-                    side.result()
-            engine._group = opened.result()
+        )
+        sides: list[Future[Any]] = [joined, opened]
+        wait(sides, return_when=FIRST_EXCEPTION)
+        for side in sides:
+            if side.done():
+                side.result()
+        engine._group = opened.result()
         return engine
 
     def send_weights(self) -> None:
         """Announce, broadcast and finish one whole update. After any failure the group is closed for good."""
-        if not self.is_sender:
-            for _ in self._source:
-                pass
-            return
         try:
             self._send()
         except BaseException:
@@ -105,7 +89,7 @@ class GlooTrainerWeightTransferEngine:
                 raise error
 
         try:
-            self.buckets_sent = send_buckets(self._group, self._packed(manifest), check)
+            send_buckets(self._group, self._packed(manifest), check)
         except TransferGroupError:
             # A worker that refuses or fails leaves the group; its own words say more than "connection closed".
             wait([answered], timeout=min(5.0, self._timeout))

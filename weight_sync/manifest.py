@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -100,16 +98,10 @@ class Manifest:
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries)
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 over names, dtypes and shapes, independent of the order of travel."""
-        rows = sorted([entry.name, entry.dtype, list(entry.shape)] for entry in self.entries)
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
     def difference(self, other: Manifest) -> list[str]:
         """How ``other``, which came, departs from this manifest, which was expected: one readable line each.
 
-        Empty exactly when both have the same digest; the order of travel may differ.
+        Empty exactly when both list the same tensors; the order of travel may differ.
         """
         expected = {entry.name: entry for entry in self.entries}
         arrived = {entry.name: entry for entry in other.entries}

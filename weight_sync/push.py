@@ -79,21 +79,14 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SendReport:
-    """What the learner sent: payload bytes, seconds from the first announcement to the last answer, collectives."""
-
-    bytes: int
-    seconds: float
-    buckets: int
-
-
-@dataclass(frozen=True, slots=True)
 class PushReport:
-    """A push that succeeded. ``seconds`` holds one entry a step; ``pause_seconds`` runs from gate to resume."""
+    """A push that succeeded. ``bytes`` is the size of what was sent.
+
+    ``seconds`` holds one entry a step; ``pause_seconds`` runs from gate to resume.
+    """
 
     version: int
     bytes: int
-    buckets: int
     seconds: dict[str, float]
     pause_seconds: float
 
@@ -105,8 +98,11 @@ class Learner(Protocol):
         """Check the weights, before generation is disturbed, and say what will be sent."""
         ...
 
-    async def send(self, version: int) -> SendReport:
-        """Move the weights into every engine. Returns when every engine has answered that it holds all of them."""
+    async def send(self, version: int) -> int:
+        """Move the weights into every engine; the bytes of tensors that were sent.
+
+        Returns when every engine has answered that it holds all of them.
+        """
         ...
 
 
@@ -195,14 +191,14 @@ class Pusher:
         paused_at = self.clock()
         await self._within(Step.GATE, self.engines.close_gate, self.drain_timeout)
         sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version))
-        if sent.bytes != manifest.total_bytes:
-            raise PushError("transfer", f"{sent.bytes} bytes were sent, the manifest lists {manifest.total_bytes}")
+        if sent != manifest.total_bytes:
+            raise PushError("transfer", f"{sent} bytes were sent, the manifest lists {manifest.total_bytes}")
         await self._within(Step.CONFIRM, lambda: self.engines.confirm(version, manifest))
         async with self._timed(Step.PUBLISH):
             self.engines.publish(version)
             self.published = version
         await self._within(Step.RESUME, self.engines.resume)
-        return PushReport(version, sent.bytes, sent.buckets, dict(self._seconds), self.clock() - paused_at)
+        return PushReport(version, sent, dict(self._seconds), self.clock() - paused_at)
 
     async def _go_on(self, failure: BaseException) -> None:
         """Open the gates again if nothing was sent yet: every engine then still holds the old version whole."""

@@ -24,17 +24,6 @@ def group_size(workers_per_engine: Sequence[int]) -> int:
     return 1 + sum(workers_per_engine)
 
 
-def even_workers(world_size: int, engines: int) -> list[int]:
-    """Workers of each engine when ``engines`` equal engines and one sender fill a group of ``world_size``.
-
-    Raises ``ValueError`` when they cannot.
-    """
-    workers, rest = divmod(world_size - 1, engines) if engines else (0, world_size)
-    if rest or workers < 1:
-        raise ValueError(f"a transfer group of {world_size} cannot hold one sender and {engines} equal engines")
-    return [workers] * engines
-
-
 def worker_rank(*, rank_offset: int, data_parallel_index: int, workers_per_replica: int, rank_in_replica: int) -> int:
     """The rank of one worker, as vLLM's broadcast engines compute it.
 

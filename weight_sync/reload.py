@@ -30,7 +30,7 @@ class LayerwiseUpdate:
     """A reload in progress: :meth:`begin`, :meth:`load` once a bucket, then :meth:`finish` or :meth:`abandon`."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
-        self._model = model
+        self._model: Any = model  # with the methods of vLLM's models
         self._model_config = model_config
         self._names: set[str] = set()
         self._last_name = "(no tensor)"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from weight_sync.buckets import plan_buckets
 from weight_sync.client import Client, EngineClient
 from weight_sync.gloo_trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
 from weight_sync.group import free_port
 from weight_sync.manifest import Manifest
-from weight_sync.push import PushError, SendReport
-from weight_sync.ranks import even_workers
+from weight_sync.push import PushError
+from weight_sync.ranks import group_size
 from weight_sync.source import DeepSpeedSource
 
 logger = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ class WeightSender:
     """
 
     def __init__(
-        self, source: DeepSpeedSource, *, backend: str, rank: int = 0, bucket_bytes: int = 25 << 20, timeout: float
+        self, source: DeepSpeedSource, *, backend: str, rank: int = 0, bucket_bytes: int, timeout: float
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"no weight transfer backend {backend!r}: weight_sync.backend is gloo or nccl")
@@ -41,30 +39,20 @@ class WeightSender:
         self._client: Client | None = None
         self._engine: Any = None
 
-    @property
-    def connected(self) -> bool:
-        """Whether a group stands. Always true on ranks that send nothing."""
-        return self._rank != 0 or self._engine is not None
-
     def connect(
-        self,
-        engine_handles: Sequence[Any],
-        address: str,
-        port: int,
-        world_size: int,
-        names: Sequence[str] | None = None,
+        self, engine_handles: Sequence[Any], names: Sequence[str], workers: Sequence[int], address: str, port: int
     ) -> None:
         """Build the transfer group with the engines behind these Ray actor handles.
 
-        ``address`` is this node's, as the engines reach it; ``port`` 0 takes a free one. ``world_size`` counts the
-        sender and every engine's workers. Raises :class:`PushError` (step ``connect`` or the engine call that failed).
+        ``names`` and ``workers`` hold each engine's name and how many of its processes take part. ``address`` is this
+        node's, as the engines reach it; ``port`` 0 takes a free one. Raises :class:`PushError` (step ``connect`` or the
+        engine call that failed).
         """
-        workers = even_workers(world_size, len(engine_handles))
         client = EngineClient(engine_handles, workers_per_engine=workers, timeout=self._timeout, names=names)
-        self.connect_client(client, address, port, world_size)
+        self.connect_client(client, address, port, group_size(workers))
 
     def connect_client(self, client: Client, address: str, port: int, world_size: int) -> None:
-        """As :meth:`connect`, over any client of the engines."""
+        """As :meth:`connect`, over any client of the engines. ``world_size`` counts the sender and every worker."""
         if self._rank != 0:
             return
         self.close()
@@ -84,12 +72,13 @@ class WeightSender:
         self._source.check_finite()
         return self._source.manifest()
 
-    def send(self, version: int) -> SendReport:
-        """Move the weights into every engine, as ``version``. Returns when all of them hold and have completed them.
+    def send(self, version: int) -> int:
+        """Move the weights into every engine, as ``version``; the bytes of tensors that were sent.
+
+        Returns when all engines hold and have completed them.
 
         Raises :class:`PushError`. The group is then closed, and the engines must not serve before a complete push.
         """
-        started = time.monotonic()
         manifest = self._source.manifest()
         self._source.begin_pass()
         try:
@@ -98,8 +87,7 @@ class WeightSender:
         finally:
             # Other ranks wait in the gathers of this pass: it is completed even when sending failed half-way.
             self._source.finish_pass()
-        buckets = len(plan_buckets(manifest, self._bucket_bytes))
-        return SendReport(manifest.total_bytes, time.monotonic() - started, buckets)
+        return manifest.total_bytes
 
     def close(self) -> None:
         """Leave the transfer group. Safe to call twice."""
@@ -126,7 +114,6 @@ class WeightSender:
             "master_port": port,
             "world_size": world_size,
             "packed_buffer_size_bytes": self._bucket_bytes,
-            "rank": self._rank,
         }
         if self._backend == "gloo":
             init_info = GlooTrainerInitInfo(**wire, timeout_seconds=self._timeout)
@@ -135,7 +122,7 @@ class WeightSender:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        nccl = NCCLTrainerInitInfo(**wire)
+        nccl = NCCLTrainerInitInfo(**wire, rank=0)
         source: Any = self._source
         return self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(nccl, client=client, source=source))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weight_sync.manifest import Manifest, ManifestEntry
-from weight_sync.push import PushError, SendReport
+from weight_sync.push import PushError
 
 MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 
@@ -26,14 +26,13 @@ class SimulatedSender:
     async def prepare(self) -> Manifest:
         return MANIFEST
 
-    async def send(self, version: int) -> SendReport:
+    async def send(self, version: int) -> int:
         """Load ``version`` into every member. Raises :class:`PushError` naming the first that failed."""
         if self.seconds:
             await asyncio.sleep(self.seconds)
-        entries = tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in MANIFEST.entries)
-        loads = [engine.load(version, entries) for engine in self.members]
+        loads = [engine.load(version, MANIFEST) for engine in self.members]
         results = await asyncio.gather(*loads, return_exceptions=True)
         for engine, result in zip(self.members, results, strict=True):
             if isinstance(result, BaseException):
                 raise PushError("update_weights", result, engine.name) from result
-        return SendReport(bytes=MANIFEST.total_bytes, seconds=self.seconds, buckets=1)
+        return MANIFEST.total_bytes

@@ -48,7 +48,7 @@ class DeepSpeedSource:
         *,
         prefix: str = "",
         dtype: torch.dtype | None = None,
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int,
     ) -> None:
         learner: Any = engine
         self._module: torch.nn.Module = learner.module if hasattr(learner, "zero_optimization_stage") else learner

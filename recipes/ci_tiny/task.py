@@ -18,9 +18,11 @@ class CiTiny:
     """Random strings as prompts; the reward is the share of the letter ``a`` in what follows."""
 
     def load(self, context: TaskContext) -> TaskData:
-        """Generate the strings. Raises :class:`DataError` for a data file, which this task has no use for."""
+        """Generate the strings. Raises :class:`DataError` for a data file or an option, as it has neither."""
         if context.data_path is not None:
             raise DataError(f"data.path is {context.data_path!r}, but ci_tiny generates its prompts; leave it unset")
+        if context.options:
+            raise DataError(f"data.options: no key {next(iter(context.options))!r} in this recipe; there are none")
         rng = random.Random(f"ci_tiny prompts {context.seed}")
         texts: dict[str, None] = {}
         while len(texts) < TRAIN_ROWS + EVAL_ROWS:

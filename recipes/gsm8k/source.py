@@ -46,6 +46,8 @@ def _parse(line: str, where: str) -> dict[str, str]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: the line is not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # an integer too long to be read
+        raise DataError(f"{where}: the line cannot be read: {error}") from error
     except RecursionError as error:
         raise DataError(f"{where}: the line is nested too deeply") from error
     if not isinstance(row, dict):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import uuid
 from dataclasses import replace
 
 import psutil
@@ -18,6 +20,7 @@ from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
 from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
+from weight_sync.client import UpdateRequest
 from weight_sync.push import Pusher
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -96,6 +99,19 @@ def begin(whole: Rollout, tokens: int, version: int) -> Rollout:
     return Rollout(id=whole.id, prompt_token_ids=whole.prompt_token_ids).extended(segment)
 
 
+async def prompt_logprobs(engine: Engine, sequence: tuple[int, ...]) -> list[float]:
+    """Log-probabilities at temperature 1 of the tokens after the first, under the weights that the engine holds."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    async for output in engine.llm.generate(tokens_input(list(sequence)), params, f"logprobs/{uuid.uuid4()}"):
+        if output.prompt_logprobs:
+            entries = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
+            result = [entry[token_id].logprob for token_id, entry in entries]
+    return result
+
+
 def prompts(count: int) -> list[Rollout]:
     return [Rollout(id=str(n), prompt_token_ids=(5 + n, 17, 3, 60, 42 + n)) for n in range(count)]
 
@@ -119,12 +135,19 @@ async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they
     by_version = {await push(pusher, learner, models["A"]): models["A"]}
     started = prompts(MAX_RUNNING + 2)
     task = asyncio.create_task(engine.generate(started))
+    partial: list[Rollout] = []
     for name in ("B",) if mode == "wait" else ("B", "A", "B"):  # after a wait nothing is left to be pushed into
         await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
+        partial += await engine.partial_rollouts()
         by_version[await push(pusher, learner, models[name])] = models[name]
     finished = (await asyncio.wait_for(task, timeout=300)).rollouts
 
     assert [rollout.id for rollout in finished] == [rollout.id for rollout in started]
+    assert any(known.response_token_ids for known in partial[: len(started)]), "before the first push"
+    for known in partial:
+        whole = finished[int(known.id)].first(len(known.response_token_ids))
+        assert (known.response_token_ids, known.logprobs) == (whole.response_token_ids, whole.logprobs)
+        assert known.versions == whole.versions
     assert max(rollout.version_count for rollout in finished) == {"abort": 4, "keep": 4, "wait": 1}[mode]
     assert max(rollout.resumes for rollout in finished) == {"abort": 3, "keep": 0, "wait": 0}[mode]
     for rollout in finished:
@@ -153,8 +176,8 @@ async def test_a_pushed_engine_computes_what_the_learner_computes(engine, learne
         await push(pusher, learner, models[name])
         rows = next_token_logprobs(models[name], list(sequence))
         expected = rows.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
-        (logprobs,) = await engine.prompt_logprobs([sequence])
-        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+        logprobs = torch.tensor(await prompt_logprobs(engine, sequence))
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
 async def test_two_pushes_in_quick_succession_lose_no_token(engine, learner, pusher, models):
@@ -211,20 +234,18 @@ async def test_the_prefix_cache_is_empty_after_an_abort_even_with_requests_that_
     long = [Rollout(id=f"long{n}", prompt_token_ids=tuple(3 + (n + k) % 90 for k in range(140))) for n in range(9)]
     cached = sampling(engine, max_tokens=8)
     await engine.generate(long[:1], cached)
-    before = (await engine.stats())["cached_tokens"]
-    await engine.generate(long[:1], cached)
-    assert (await engine.stats())["cached_tokens"] == before + 128, "without a pause the prompt is found in the cache"
+    again = await engine.generate(long[:1], cached)
+    assert again.counts["tokens/cached"] == 128, "without a pause the prompt is found in the cache"
     task = asyncio.create_task(engine.generate(long, sampling(engine, max_tokens=200)))
     await sampled(engine, 30)
     await engine.pause()
-    before = (await engine.stats())["cached_tokens"]
     await engine.resume(pusher.published)
-    await asyncio.wait_for(task, timeout=300)
-    assert (await engine.stats())["cached_tokens"] == before
+    returned = await asyncio.wait_for(task, timeout=300)
+    assert returned.counts["tokens/cached"] == 128, "the first one found its prompt, but only before the pause"
 
 
 async def test_a_weight_update_of_a_serving_engine_is_refused(engine):
-    with pytest.raises(EngineError, match="while the engine serves"):
+    with pytest.raises(EngineError, match="the engine is not paused"):
         await engine.start_weight_update()
 
 
@@ -275,18 +296,16 @@ async def test_a_stop_string_ends_a_rollout_exactly_wherever_it_was_interrupted(
     text = letters(whole.response_token_ids)
     end = next(n for n in range(12, 60) if text.index(text[n - 3 : n]) == n - 3)
     stopping = sampling(engine, max_tokens=60, stop=(text[end - 3 : end],))
-    surplus = (await engine.stats())["surplus_tokens"]
 
     begun = [replace(begin(whole, position, version), id=str(position)) for position in range(end + 2)]
-    finished = (await asyncio.wait_for(engine.generate(begun, stopping), timeout=300)).rollouts
-    for position, rollout in enumerate(finished):
+    returned = await asyncio.wait_for(engine.generate(begun, stopping), timeout=300)
+    for position, rollout in enumerate(returned.rollouts):
         assert rollout.response_token_ids == whole.response_token_ids[:end], f"interrupted after {position} tokens"
         assert rollout.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
         assert len(rollout.versions) == len(rollout.loss_mask) == end
         assert rollout.finish_reason == "stop"
-    stats = await engine.stats()
-    assert stats["submitted"] == 0
-    assert stats["surplus_tokens"] - surplus <= 2 * len(begun), "requests ran on behind their end"
+    assert (await engine.stats())["submitted"] == 0
+    assert returned.counts["tokens/surplus"] <= 2 * len(begun), "requests ran on behind their end"
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
@@ -321,15 +340,107 @@ async def test_a_rollout_without_progress_is_submitted_again_and_fails_after_so_
     await sampled(engine, 20)
     core.suspend()
     try:
-        (one, other) = (await asyncio.wait_for(task, timeout=60)).rollouts
+        returned = await asyncio.wait_for(task, timeout=60)
     finally:
         core.resume()
+    one, other = returned.rollouts
     assert one.finish_reason == other.finish_reason == "failed"
+    assert returned.counts["rollouts/stalled"] == 4
     assert len(one.response_token_ids) >= 5
     assert one.resumes == 1
     monkeypatch.undo()
     (after,) = (await engine.generate(prompts(1))).rollouts
     assert len(after.response_token_ids) == MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"frequency_penalty": 1.5}, {"presence_penalty": 2.0}], ids=["frequency", "presence"]
+)
+async def test_a_penalty_counts_the_tokens_before_a_freeze_as_well(engine, learner, pusher, models, penalty):
+    await push(pusher, learner, models["A"])
+    params = sampling(engine, max_tokens=300, **penalty)
+    (whole,) = (await engine.generate(prompts(1), params)).rollouts
+    (plain,) = (await engine.generate(prompts(1), sampling(engine, max_tokens=300))).rollouts
+    assert whole.response_token_ids != plain.response_token_ids
+    task = asyncio.create_task(engine.generate(prompts(1), params))
+    await sampled(engine, 60)
+    await engine.pause("keep")
+    (frozen,) = engine._requests.values()
+    assert 60 <= len(frozen.token_ids) < 300
+    await engine.resume(pusher.published)
+    (rollout,) = (await asyncio.wait_for(task, timeout=300)).rollouts
+    assert rollout.resumes == 0
+    assert rollout.response_token_ids == whole.response_token_ids
+
+
+async def test_a_frozen_request_does_not_stall_however_long_the_push_takes(engine, pusher, monkeypatch):
+    """Tokens that were on their way when the requests were frozen must not set their clocks going again."""
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, rollout_timeout=3.0))
+    task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING)))
+    await sampled(engine, 60)
+    await engine.pause("keep")
+    await asyncio.sleep(4.0)
+    await engine.resume(pusher.published)
+    returned = await asyncio.wait_for(task, timeout=300)
+    assert returned.counts["rollouts/stalled"] == 0
+    assert [(r.resumes, len(r.response_token_ids)) for r in returned.rollouts] == [(0, MAX_TOKENS)] * MAX_RUNNING
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+async def test_a_pause_that_is_given_up_half_way_leaves_an_engine_that_can_be_paused_and_resumed(engine, pusher, mode):
+    for begun in range(6):
+        task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING + 1)))
+        await sampled(engine, 40)
+        pause = asyncio.create_task(engine.pause(mode))
+        for _ in range(begun):
+            await asyncio.sleep(0)
+        pause.cancel()
+        await asyncio.wait([pause])
+        assert pause.cancelled()
+        assert await engine.pause("abort") <= MAX_RUNNING + 1
+        assert (await engine.stats())["submitted"] == 0
+        await engine.resume(pusher.published)
+        for rollout in (await asyncio.wait_for(task, timeout=300)).rollouts:
+            assert (rollout.finish_reason, len(rollout.response_token_ids)) == ("length", MAX_TOKENS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_pauses_and_resumes_in_any_interleaving_end_as_the_last_of_them_says(engine, pusher, seed):
+    """Nobody waits for an answer before the next call, and some callers are gone before theirs comes."""
+    dice = random.Random(seed)
+    task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING + 2)))
+    await sampled(engine, 30)
+    calls: list[asyncio.Task[object]] = []
+    for _ in range(30):
+        call = (
+            engine.resume(pusher.published)
+            if dice.random() < 0.5
+            else engine.pause(dice.choice(("abort", "keep", "wait")))
+        )
+        calls.append(asyncio.create_task(call))
+        await asyncio.sleep(dice.choice((0, 0, 0.001, 0.03)))
+        if dice.random() < 0.3:
+            dice.choice(calls).cancel()
+    await asyncio.wait_for(engine.resume(pusher.published), timeout=60)
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert not isinstance(error, BaseException) or isinstance(error, asyncio.CancelledError | EngineError)
+    for rollout in (await asyncio.wait_for(task, timeout=300)).rollouts:
+        assert (rollout.finish_reason, len(rollout.response_token_ids)) == ("length", MAX_TOKENS)
+
+
+async def test_no_version_is_served_in_the_middle_of_a_weight_update(engine, learner, pusher, models):
+    """Nor after one that was given up: its sender may have sent a part of it."""
+    await engine.pause()
+    await engine.start_weight_update()
+    with pytest.raises(EngineError, match="in the middle of a weight update"):
+        await engine.resume(pusher.published)
+    with pytest.raises(Exception, match="abandoned"):
+        await engine.update_weights(UpdateRequest({"abandoned": "given up"}))
+    with pytest.raises(EngineError, match="in the middle of a weight update"):
+        await engine.resume(pusher.published)
+    await push(pusher, learner, models["A"])
+    (rollout,) = (await engine.generate(prompts(1))).rollouts
+    assert len(rollout.response_token_ids) == MAX_TOKENS
 
 
 async def test_a_drained_engine_hands_back_every_rollout_with_its_tokens(engine, pusher):

@@ -18,6 +18,7 @@ from generator.resume import Sampling
 from generator.rollout import Rollout
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
+from tests.pools import pool_settings_for
 from weight_sync.push import Pusher, PushError
 from weight_sync.simulated import SimulatedSender
 
@@ -32,7 +33,7 @@ class World:
     """A pool of simulated engines, a learner that has only versions, and the pushes between them."""
 
     engine: SimulatedSettings = ENGINE
-    pool_settings: PoolSettings = field(default_factory=lambda: PoolSettings(count=2, max_running=4))
+    pool_settings: PoolSettings = field(default_factory=lambda: pool_settings_for(2, max_running=4))
     engines: list[SimulatedEngine] = field(default_factory=list)
     """Every engine there ever was, by number."""
     refuse_from: int = 1_000_000
@@ -150,7 +151,7 @@ def test_an_overloaded_engine_gives_rollouts_to_one_that_joined_at_the_next_push
         assert world.pool.counts["rollouts/moved"] >= 12
         assert world.pool.counts["engines/lost"] == 0
 
-    run(test, pool_settings=PoolSettings(count=1, max_running=4), equipping=False)
+    run(test, pool_settings=pool_settings_for(1, max_running=4), equipping=False)
 
 
 # -- losing engines ---------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def test_the_last_restart_used_up_is_an_error_that_names_the_first_and_the_last_
             await task
         assert len(world.engines) == 2
 
-    run(test, pool_settings=PoolSettings(count=1, max_running=4, max_restarts=1))
+    run(test, pool_settings=pool_settings_for(1, max_running=4, max_restarts=1))
 
 
 def test_an_engine_that_does_not_start_again_is_tried_later_and_not_for_ever():
@@ -256,7 +257,7 @@ def test_an_engine_that_does_not_start_again_is_tried_later_and_not_for_ever():
         assert len(world.engines) == 1 + 4
         assert asyncio.get_running_loop().time() - begun > 4 * 30.0 + 1.0 + 2.0 + 4.0
 
-    options = PoolSettings(count=1, max_running=4, max_restarts=4)
+    options = pool_settings_for(1, max_running=4, max_restarts=4)
     run(test, pool_settings=options, refuse_from=1)
 
 
@@ -276,7 +277,7 @@ def test_nothing_that_serves_for_too_long_is_an_error_and_not_a_hang():
         with pytest.raises(EngineError, match="no engine has served for 100 s"):
             await world.generate(2)
 
-    run(test, pool_settings=PoolSettings(count=1, max_running=4, serve_timeout=100.0), equipping=False)
+    run(test, pool_settings=pool_settings_for(1, max_running=4, serve_timeout=100.0), equipping=False)
 
 
 def test_an_engine_that_does_not_start_ends_the_start_with_its_name_and_leaves_nothing_behind():
@@ -415,7 +416,7 @@ def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
 
     # The start takes longer than a step of a push may.
     slow = replace(ENGINE, start_seconds=200.0)
-    run(test, engine=slow, pool_settings=PoolSettings(count=1, max_running=4))
+    run(test, engine=slow, pool_settings=pool_settings_for(1, max_running=4))
 
 
 def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
@@ -424,7 +425,7 @@ def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
         with pytest.raises(EngineError, match="no engine is left"):
             await world.push(1)
 
-    run(test, pool_settings=PoolSettings(count=1, max_restarts=0), equipping=False)
+    run(test, pool_settings=pool_settings_for(1, max_restarts=0), equipping=False)
 
 
 def test_a_failure_of_the_learner_costs_no_engine_and_is_not_tried_for_ever():
@@ -483,7 +484,7 @@ def test_a_push_costs_a_fixed_number_of_calls_per_engine_however_many_rollouts_a
             seen.append(sum(e.called.total() - b for e, b in zip(world.engines, before, strict=True)))
             await asyncio.gather(*tasks)
 
-        run(test, pool_settings=PoolSettings(count=4, max_running=4))
+        run(test, pool_settings=pool_settings_for(4, max_running=4))
         return seen[0]
 
     # pause, load, confirm, resume; the health watch and equal loads bring nothing beside them
@@ -508,20 +509,90 @@ def test_partial_rollouts_hold_every_rollout_in_flight_also_those_that_no_engine
             check(await task)
         assert await world.pool.partial_rollouts() == []
 
-    run(test, pool_settings=PoolSettings(count=2, max_running=4))
+    run(test, pool_settings=pool_settings_for(2, max_running=4))
 
 
-def test_counters_are_those_of_the_engines_that_answer():
+def test_partial_rollouts_hold_the_tokens_of_this_moment_and_the_finished_members_of_unfinished_groups():
     async def test(world: World) -> None:
         task = world.generate(4)
-        await asyncio.sleep(5.0)
-        world.engines[1].kill()
-        stats = await world.pool.stats()
-        assert list(stats) == ["engine 0"]
-        assert stats["engine 0"]["generated_tokens"] >= 12
-        await task
+        lengths = [len(whole_stream(ENGINE, SAMPLING, rollout)) for rollout in prompts(4)]
+        await asyncio.sleep(min(lengths) + 2.0)
+        partial = {rollout.id: rollout for rollout in await world.pool.partial_rollouts()}
+        assert world.engines[0]._serving, "nothing is paused for it"
+        passed = min(lengths) + 2
+        for rollout, length in zip(prompts(4), lengths, strict=True):
+            known = partial[rollout.id]
+            assert len(known.response_token_ids) in (min(length, passed - 1), min(length, passed))
+            assert (known.finish_reason is not None) == (len(known.response_token_ids) == length)
+        finished = {rollout.id: rollout for rollout in await task}
+        check(list(finished.values()))
+        for name, known in partial.items():
+            assert finished[name].first(len(known.response_token_ids)) == known.first(len(known.response_token_ids))
 
     run(test)
+
+
+def test_an_engine_that_does_not_answer_costs_no_more_than_the_limit_and_no_rollout():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(2)]
+        await asyncio.sleep(5.0)
+        world.engines[0].hang()
+        asked = asyncio.get_running_loop().time()
+        partial = await world.pool.partial_rollouts(limit=2.0)
+        assert asyncio.get_running_loop().time() - asked <= 2.0
+        tokens = {rollout.id: len(rollout.response_token_ids) for rollout in partial}
+        assert [tokens[f"0-{number}"] for number in range(4)] == [0] * 4
+        assert min(tokens[f"1-{number}"] for number in range(4)) >= 2
+        for task in tasks:
+            check(await task)
+
+    run(test, pool_settings=pool_settings_for(2, max_running=4))
+
+
+def test_rollouts_that_come_with_tokens_go_on_from_them_and_finished_ones_are_not_sampled():
+    async def test(world: World) -> None:
+        whole = await world.pool.generate(prompts(3))
+        longest = max(range(3), key=lambda number: len(whole[number].response_token_ids))
+        given = [rollout if number != longest else rollout.first(3) for number, rollout in enumerate(whole)]
+        before = sum(engine._generated for engine in world.engines)
+        again = await world.pool.generate(given)
+        check(again)
+        assert [rollout.resumes for rollout in again] == [int(number == longest) for number in range(3)]
+        sampled = sum(engine._generated for engine in world.engines) - before
+        assert sampled == len(whole[longest].response_token_ids) - 3
+
+    run(test)
+
+
+def test_a_rollout_that_is_moved_before_it_was_ever_submitted_is_no_resume():
+    async def test(world: World) -> None:
+        for engine in world.engines:
+            await engine.pause("abort", "recompute")
+        task = world.generate(2)
+        await asyncio.sleep(1.0)
+        await world.engines[0].release(2)
+        await asyncio.sleep(1.0)
+        assert world.pool.counts["rollouts/moved"] == 2
+        for engine in world.engines:
+            await engine.resume(0)
+        rollouts = await task
+        check(rollouts)
+        assert [rollout.resumes for rollout in rollouts] == [0, 0]
+
+    run(test)
+
+
+def test_what_engines_count_is_summed_and_stalled_requests_are_warned_of_by_their_engine(caplog):
+    async def test(world: World) -> None:
+        for engine, stalled in zip(world.engines, (3, 0), strict=True):
+            engine.counts = {"rollouts/stalled": stalled, "tokens/cached": 10}
+        await asyncio.gather(world.generate(4, "a"), world.generate(4, "b"))
+        assert world.pool.counts["rollouts/stalled"] == 3
+        assert world.pool.counts["tokens/cached"] == 20
+
+    run(test)
+    assert "engine 0 gave 3 requests no token" in caplog.text
+    assert "engine 1 gave" not in caplog.text
 
 
 # -- everything at once -----------------------------------------------------------------------------------------------
@@ -531,7 +602,7 @@ def test_counters_are_those_of_the_engines_that_answer():
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 def test_pushes_deaths_and_resizings_in_any_order_never_lose_double_or_mislabel_a_token(seed, mode):
     chance = random.Random(seed)
-    options = PoolSettings(count=3, max_running=4, max_restarts=10_000, mode=mode)
+    options = pool_settings_for(3, max_running=4, max_restarts=10_000, mode=mode)
 
     async def test(world: World) -> None:
         begun: dict[str, int] = {}

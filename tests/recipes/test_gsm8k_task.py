@@ -45,6 +45,7 @@ def test_a_byte_order_mark_windows_line_ends_and_unicode_separators_are_no_troub
         ([json.dumps(ROW), '{"question": "q", '], r"rows\.jsonl:2: the line is not JSON"),
         ([json.dumps(ROW), "", "[1, 2]"], r"rows\.jsonl:3: the line is a JSON list"),
         (['{"question": "q", "solution": "s"}'], r":1: the column 'answer' is missing; the columns are question, sol"),
+        (['{"question": ' + "1" * 5000 + "}"], r":1: the line cannot be read: Exceeds the limit"),
         (["{}"], r"'question' is missing; the columns are none"),
         (['{"question": "q", "answer": 5}'], r"'answer' is 5, not a text"),
         (['{"question": " ", "answer": "#### 5"}'], r"'question' is ' ', not a text"),

@@ -57,6 +57,14 @@ def too_few(completions, **columns):
     return [1.0] * (len(completions) - 1)
 
 
+def by_number(completions, **columns):
+    return {number: 1.0 for number in range(len(completions))}
+
+
+def huge(completions, **columns):
+    return [1e308] * len(completions)
+
+
 def not_a_list(**columns):
     return 1.0
 

@@ -150,11 +150,6 @@ def test_rollouts_of_one_group_with_different_prompts_are_refused():
         plan_micro_batches([rollout("a", 0, 3, 4), rollout("b", 0, 4, 4)], 100, 1, "shared_prompt")
 
 
-def test_an_unknown_packing_says_what_is_known():
-    with pytest.raises(ValueError, match="known: shared_prompt, padded"):
-        plan_micro_batches([], 100, 1, "flat")
-
-
 def test_columns_of_different_length_are_refused():
     with pytest.raises(ValueError, match="rollout a: the response columns differ"):
         rollout("a", 0, 3, 4, loss_mask=(True,))

@@ -23,12 +23,6 @@ from trainer.watch import catalogue
 pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
 
 ROOT = Path(__file__).resolve().parents[2]
-SUMMARY_KEYS = {
-    "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
-    "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
-    "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
-    "engines/lost", "engines/restarted",
-}  # fmt: skip
 ROLLOUT_KEYS = {
     "step", "prompt_token_ids", "response_token_ids", "logprobs", "versions", "loss_mask", "reward", "advantage",
     "finish_reason", "text",
@@ -101,9 +95,8 @@ class TestAFinishedRun:
             assert words in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
 
-    def test_its_summary_has_every_key_and_adds_up(self, finished_run):
+    def test_its_summary_adds_up(self, finished_run):
         summary = json.loads((finished_run[0] / "summary.json").read_text())
-        assert summary.keys() >= SUMMARY_KEYS
         assert summary["status"] == "done"
         assert summary["steps"] == summary["policy_version"] == 3
         assert summary["push/count"] == 4  # version 0 and one after each step
@@ -201,8 +194,8 @@ def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content,
 
 def act_after(
     line_like: str, act: Callable[[subprocess.Popen], None], folder: Path, *overrides: str
-) -> tuple[int, float, str]:
-    """Start the command, act on it after a line of output like a pattern; exit code, seconds since, output."""
+) -> tuple[int, str]:
+    """Start the command, act on it after a line of output like a pattern; exit code and output."""
     process = subprocess.Popen(
         command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", "logger.wandb.mode=disabled", *overrides),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
@@ -216,32 +209,48 @@ def act_after(
     DESCENDANTS.update(descendants(process))
     try:
         act(process)
-        since = time.monotonic()
         rest, _ = process.communicate(timeout=300)
     except BaseException:
         process.send_signal(signal.SIGTERM)  # nothing of this command may be left to the next test
         raise
-    return process.returncode, time.monotonic() - since, "".join(output) + rest
+    return process.returncode, "".join(output) + rest
 
 
-def interrupt_after(line_like: str, signal_number: int, folder: Path) -> tuple[int, float, str]:
+def interrupt_after(line_like: str, signal_number: int, folder: Path) -> tuple[int, str]:
     """As :func:`act_after`, with a signal to the command."""
     return act_after(line_like, lambda process: process.send_signal(signal_number), folder)
 
 
-def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_path):
-    code, seconds, output = interrupt_after(r"step +2/", signal.SIGINT, tmp_path)
+LONG_ROLLOUTS = ["sampling.max_tokens=40", "sampling.ignore_eos=true", "logger.rollouts.every=1"]
+"""Sampling a group takes long enough that some are in the middle of it at any moment."""
+
+
+def rows_of(*files: Path) -> dict[str, dict]:
+    """The rows of files of rollouts, by the rollout's id, which no two have."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    by_id = {row["rollout_id"]: row for row in rows}
+    assert len(by_id) == len(rows)
+    return by_id
+
+
+def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it_token_for_token(tmp_path):
+    def interrupt(process: subprocess.Popen) -> None:
+        process.send_signal(signal.SIGINT)
+
+    code, output = act_after(r"step +2/", interrupt, tmp_path, *LONG_ROLLOUTS)
     assert code == 130, output
     assert "Traceback" not in output
-    assert seconds < 3 * 30, "an interrupt may take 30 s, three times that on a machine that is busy with other things"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    assert list((tmp_path / "checkpoints").glob("step_*"))
+    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
+    kept = rows_of(checkpoint / "rollouts.jsonl")
+    assert [row for row in kept.values() if row["finish_reason"] is None and row["response_token_ids"]], "in flight"
     assert no_process_left(), processes_of_this_test()
 
     steps = summary["policy_version"] + 2
     done = subprocess.run(
-        command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled"),
+        command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled",
+                *LONG_ROLLOUTS),
         capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -249,17 +258,23 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it(tmp_p
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", steps, steps)
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, steps + 1))
+    trained = rows_of(*(tmp_path / "rollouts").glob("step_*.jsonl"))
+    for name, row in kept.items():
+        count = len(row["response_token_ids"])
+        for column in ("response_token_ids", "logprobs", "versions"):
+            assert trained[name][column][:count] == row[column], "a kept rollout goes on with the tokens that it had"
+    assert summary["tokens/generated"] == sum(summary[f"tokens/{end}"] for end in ("trained", "expired", "lost"))
 
 
 def test_a_killed_run_leaves_no_process(tmp_path):
-    code, _, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path)
+    code, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path)
     assert code == -signal.SIGKILL, output
     # Nobody ends Ray's agents then but they themselves, after about a minute in which they try to report to the GCS.
     assert no_process_left(patience=240), processes_of_this_test()
 
 
 def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_path):
-    code, _, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path)
+    code, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path)
     assert code == 130, output
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
     assert no_process_left(patience=60), processes_of_this_test()
@@ -271,7 +286,7 @@ def kill_engine_core(process: subprocess.Popen) -> None:
 
 
 def test_a_run_whose_engine_dies_goes_on_with_a_new_one_and_loses_no_token(tmp_path):
-    code, _, output = act_after(r"step +3/", kill_engine_core, tmp_path, "steps=20")
+    code, output = act_after(r"step +3/", kill_engine_core, tmp_path, "steps=20")
     assert code == 0, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == summary["policy_version"] == 20
@@ -281,7 +296,7 @@ def test_a_run_whose_engine_dies_goes_on_with_a_new_one_and_loses_no_token(tmp_p
 
 
 def test_a_run_whose_engine_dies_and_may_not_be_replaced_fails_with_the_cause_and_leaves_no_process(tmp_path):
-    code, _, output = act_after(r"step +1/", kill_engine_core, tmp_path, "engine.max_restarts=0")
+    code, output = act_after(r"step +1/", kill_engine_core, tmp_path, "engine.max_restarts=0")
     assert code == 1, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -301,7 +316,7 @@ def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
         assert request(tmp_path, {"engine.count": 1})["engines_serving"] == 1
         process.send_signal(signal.SIGINT)
 
-    code, _, output = act_after(r"step +1/", change_twice, tmp_path)
+    code, output = act_after(r"step +1/", change_twice, tmp_path)
     assert code == 130, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["engines/lost"] == 0

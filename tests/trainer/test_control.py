@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from trainer import control
 from trainer.checks import ConfigError
 from trainer.config import Config
-from trainer.control import SOCKET_FILE, apply, listening, request
+from trainer.control import SOCKET_FILE, apply, listening, main, request
 
 
 @dataclass
@@ -86,3 +88,52 @@ async def test_a_socket_that_a_killed_run_left_is_replaced(tmp_path):
     (tmp_path / SOCKET_FILE).write_text("left over")
     async with listening(Parts(), tmp_path):
         assert (await ask(tmp_path, {}))["step"] == 4
+
+
+async def test_a_client_that_says_nothing_is_answered_and_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "REQUEST_SECONDS", 0.01)
+    async with listening(Parts(), tmp_path):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / SOCKET_FILE)
+        assert b"no request came within 0.01 s" in await reader.readline()
+        assert await reader.read() == b""
+        writer.close()
+
+
+@dataclass
+class NeverReady(Engines):
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def set_count(self, count: int) -> None:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+async def command(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["control", *arguments])
+    return await asyncio.to_thread(main)
+
+
+async def test_a_run_that_ends_before_it_answers_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    engines = NeverReady()
+    async with listening(Parts(engines=engines), tmp_path):
+        asking = asyncio.create_task(command(monkeypatch, str(tmp_path), "engine.count=2"))
+        await engines.asked.wait()
+    assert await asking == 1
+    assert capsys.readouterr().err == f"the run in {tmp_path} has ended before it answered\n"
+    assert len(asyncio.all_tasks()) == 1, "nothing goes on answering"
+
+
+async def test_a_folder_in_which_no_run_listens_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    left_over = socket.socket(socket.AF_UNIX)
+    left_over.bind(str(tmp_path / SOCKET_FILE))
+    left_over.close()
+    for folder in (tmp_path, tmp_path / "nothing"):
+        assert await command(monkeypatch, str(folder)) == 1
+        assert capsys.readouterr().err.startswith(f"no run listens in {folder}")
+
+
+async def test_a_run_that_does_not_answer_in_time_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(control, "request", lambda *_: request(tmp_path, {"engine.count": 2}, timeout=0.01))
+    async with listening(Parts(engines=NeverReady()), tmp_path):
+        assert await command(monkeypatch, str(tmp_path), "engine.count=2") == 1
+    assert capsys.readouterr().err.startswith(f"the run in {tmp_path} has not answered")

@@ -183,5 +183,5 @@ class ContinuingEngines(ScriptedEngines):
         rest = self._told[number][len(rollout.response_token_ids) - start :]
         self.lines = [CODEC.decode([token for token in rest if token != EOS])]
         self.said = {}
-        self.version = rollout.newest_version or 0
+        self.version = rollout.versions[-1] if rollout.versions else 0
         return await super().generate(rollouts, sampling)

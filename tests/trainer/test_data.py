@@ -57,6 +57,18 @@ def test_an_empty_data_set_and_an_empty_prompt_are_refused(tokenizer):
         build_prompts([{"q": ""}], lambda row: row["q"], tokenizer, max_tokens=3)
 
 
+def test_half_a_character_is_refused_with_its_row(tokenizer):
+    with pytest.raises(DataError, match="row 2: the prompt holds half"):
+        build_prompts([{"q": "fine"}, {"q": "\ud800 x"}], lambda row: row["q"], tokenizer, max_tokens=9)
+
+
+def test_a_position_that_no_stream_of_these_prompts_was_at_is_refused():
+    state = PromptStream(prompts(5), seed=0).state_dict()
+    for broken in ({"cursor": 99_999}, {"returned": [99_999]}, {"epoch": -1}):
+        with pytest.raises(ValueError, match="position"):
+            PromptStream(prompts(5), seed=0).load_state_dict(state | broken)
+
+
 def test_a_column_that_would_hide_the_texts_from_rewards_is_refused(tokenizer):
     with pytest.raises(DataError, match="column 'completions'"):
         build_prompts([{"completions": "x"}], lambda row: "ab", tokenizer, max_tokens=3)
@@ -98,6 +110,33 @@ def test_prompts_that_were_being_sampled_when_the_state_was_saved_come_first_aga
     restored.load_state_dict(stream.state_dict())
     assert draw(restored, 3) == [taken[0].id, taken[2].id, taken[3].id]
     assert set(draw(restored, 6)).isdisjoint(prompt.id for prompt in taken)
+
+
+def test_prompts_whose_groups_a_checkpoint_keeps_are_not_handed_out_again():
+    stream = PromptStream(prompts(10), seed=0)
+    taken = [stream.next() for _ in range(4)]
+    stream.give_back(taken[3])
+    restored = PromptStream(prompts(10), seed=0)
+    restored.load_state_dict(json.loads(json.dumps(stream.state_dict())), kept=[taken[2].id, taken[0].id])
+    assert draw(restored, 2) == [taken[1].id, taken[3].id]
+    assert set(draw(restored, 6)).isdisjoint(prompt.id for prompt in taken)
+    for prompt in taken:
+        restored.done(prompt)
+
+
+def test_a_prompt_in_flight_twice_is_kept_as_often_as_its_groups():
+    stream = PromptStream(prompts(1), seed=0)
+    stream.next(), stream.next()
+    restored = PromptStream(prompts(1), seed=0)
+    restored.load_state_dict(stream.state_dict(), kept=[0])
+    assert restored.state_dict()["handed_out"] == restored.state_dict()["returned"] == [0]
+
+
+def test_rollouts_of_a_prompt_that_was_not_handed_out_do_not_fit():
+    stream = PromptStream(prompts(10), seed=0)
+    given = stream.next()
+    with pytest.raises(DataError, match="had not handed out"):
+        PromptStream(prompts(10), seed=0).load_state_dict(stream.state_dict(), kept=[given.id, given.id])
 
 
 def test_a_prompt_given_back_comes_first_again_and_no_other_is_lost():

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from generator.rollout import Rollout
+from generator.rollout import Rollout, ScoredRollout
 from generator.task import Episode
 from tests.trainer.scripted import CODEC, NoTrace, ScriptedEngines, prompt, rollouts, sampling
-from trainer.episodes import MultiTurn
+from trainer.episodes import MultiTurn, SingleTurn
 
 
 def source(run, *lines: str, timeout: float = 60.0, engines=None, drop_group: bool = False, **changes) -> MultiTurn:
@@ -127,7 +127,7 @@ async def test_what_cannot_be_scored_is_excluded_and_counted_and_never_zero(run,
     episodes = source(run, timeout=0.05)
     scored = await one(episodes)
     assert scored.reward is None
-    assert counted(episodes) == {cause: 1, "excluded": 1}
+    assert counted(episodes) == {cause: 1}
     assert counted(episodes) == {}
 
 
@@ -217,6 +217,39 @@ async def test_a_cancelled_run_cancels_its_environments():
     with pytest.raises(asyncio.CancelledError):
         await running
     await asyncio.wait_for(cancelled.wait(), timeout=60)
+
+
+async def test_an_episode_that_has_ended_is_known_until_its_group_has():
+    seen = []
+
+    async def run(task, sampler):
+        turn = await sampler.generate(sampler.token_ids)
+        if len(seen) == 1:  # the second episode of the group goes on after the first has ended
+            await asyncio.sleep(0.01)
+            seen.append(episodes.partial_rollouts())
+        seen.append(turn)
+        return Episode(1.0)
+
+    episodes = source(run)
+    question = prompt("2+2?")
+    scored = await episodes.sample(question, rollouts(question, 2), version=0)
+    assert seen[1] == {item.rollout.id: item.rollout for item in scored}
+    assert episodes.partial_rollouts() == {}
+
+
+async def test_finished_rollouts_of_one_turn_are_known_while_they_are_scored():
+    seen = []
+
+    class Rewards:
+        async def score(self, prompt, finished, texts):
+            seen.append(episodes.partial_rollouts())
+            return tuple(ScoredRollout(one, text, 1.0, {}) for one, text in zip(finished, texts, strict=True))
+
+    episodes = SingleTurn(ScriptedEngines(["done"]), Rewards(), CODEC.decode, NoTrace())
+    question = prompt("2+2?")
+    scored = await episodes.sample(question, rollouts(question, 2), version=0)
+    assert seen == [{item.rollout.id: item.rollout for item in scored}]
+    assert episodes.partial_rollouts() == {}
 
 
 async def test_partial_rollouts_are_those_of_the_turns_that_have_ended():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import learner_spec
 from trainer.batching import TrainRollout
 from trainer.config import LearnerConfig
-from trainer.learner_setup import LearnerSpec
 
 VOCABULARY = 17
 
@@ -64,7 +64,7 @@ def local_ray():
 async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ray, model_folder, tmp_path):
     from trainer.learner_group import LearnerError, LearnerGroup
 
-    spec = LearnerSpec(str(model_folder), learner=LearnerConfig(ranks=2, zero_stage=2, timeout=300.0))
+    spec = learner_spec(model_folder, learner=LearnerConfig(ranks=2, zero_stage=2, timeout=300.0))
     group = LearnerGroup(spec)
     await group.start()
     before = await group.logprobs([[1, 2, 3]])
@@ -95,7 +95,7 @@ async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ra
 async def test_a_call_past_its_deadline_is_an_error_that_names_the_rank_and_the_key(local_ray, model_folder):
     from trainer.learner_group import LearnerError, LearnerGroup
 
-    spec = LearnerSpec(str(model_folder), learner=LearnerConfig(timeout=300.0))
+    spec = learner_spec(model_folder)
     group = LearnerGroup(replace(spec, learner=replace(spec.learner, timeout=0.01)))
     with pytest.raises(LearnerError, match=r"rendezvous: rank 0 did not return within 0.01 s \(learner.timeout\)"):
         await group.start()
@@ -106,7 +106,7 @@ async def test_a_call_past_its_deadline_is_an_error_that_names_the_rank_and_the_
 async def test_a_model_that_does_not_load_is_named(local_ray, tmp_path):
     from trainer.learner_group import LearnerError, LearnerGroup
 
-    group = LearnerGroup(LearnerSpec(str(tmp_path), learner=LearnerConfig(timeout=300.0)))
+    group = LearnerGroup(learner_spec(tmp_path))
     with pytest.raises(LearnerError, match=r"learner start failed on rank 0: .*" + tmp_path.name):
         await group.start()
     await group.close()

@@ -3,155 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from generator import virtual_time
-from generator.pool import EnginePool, PoolSettings
+from generator.pool import EnginePool
 from generator.resume import Sampling
-from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
+from generator.rollout import Group, Rollout, ScoredRollout
 from generator.roster import ABLE
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
-from trainer.admission import Admission
-from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
-from trainer.data import PromptStream
-from trainer.episodes import SingleTurn
+from tests.pools import pool_settings_for
+from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
 from trainer.loop import Parts, RewardError, train
 from weight_sync import push as weight_push
 from weight_sync.push import PushReport
 from weight_sync.simulated import SimulatedSender
-
-
-@dataclass
-class Engines:
-    """Samples one token per tick; rollouts take different times and go on under the version of the moment."""
-
-    version: int = 0
-    interrupted: int = 0
-    error_after: int | None = None
-    calls: int = 0
-    joined: asyncio.Event = field(default_factory=asyncio.Event)
-    counts: dict[str, int] = field(default_factory=dict)
-    serving: int = 1
-    random: random.Random = field(default_factory=lambda: random.Random(0))
-
-    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
-        self.calls += 1
-        if self.error_after is not None and self.calls > self.error_after:
-            raise RuntimeError("the engine broke")
-        for _ in range(self.random.randrange(1, 12)):
-            await asyncio.sleep(0)
-            rollouts = [rollout.extended(Segment((5,), (-1.0,), self.version)) for rollout in rollouts]
-        return [replace(rollout, finish_reason="stop") for rollout in rollouts]
-
-
-@dataclass
-class Rewards:
-    """Every second rollout is right; ``broken`` scores nothing."""
-
-    broken: bool = False
-
-    async def score(self, prompt: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
-        assert len(texts) == len(rollouts)
-        rewards = [None if self.broken else float(number % 2) for number in range(len(rollouts))]
-        return tuple(ScoredRollout(r, t, reward, {}) for r, t, reward in zip(rollouts, texts, rewards, strict=True))
-
-    def take_counts(self) -> dict[str, int]:
-        return {"reward/failed": 8 * self.broken, "reward/excluded": 0}
-
-
-@dataclass
-class Learner:
-    """Remembers what it trained on, and checks the staleness bound on every token that the loss sees."""
-
-    bound: int
-    batches: list[Any] = field(default_factory=list)
-
-    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
-        for rollout in rollouts:
-            for token_version, seen in zip(rollout.versions, rollout.loss_mask, strict=True):
-                assert not seen or version - token_version <= self.bound
-        self.batches.append(rollouts)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return {"policy/loss": 0.0}
-
-
-@dataclass
-class Pusher:
-    engines: Engines
-    pushed: list[int] = field(default_factory=list)
-
-    async def push(self, version: int) -> PushReport:
-        await asyncio.sleep(0)
-        self.engines.version = version
-        self.pushed.append(version)
-        return PushReport(version, 1, 1, {"transfer": 0.0}, 0.0)
-
-
-@dataclass
-class Watch:
-    """Counts like the real one."""
-
-    generated: int = 0
-    trained: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
-    steps: list[int] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-
-    @property
-    def trace(self) -> Watch:
-        return self
-
-    def span(self, *args: Any, **kwargs: Any) -> Any:
-        return contextlib.nullcontext()
-
-    def finished(self, group: Group) -> None:
-        self.generated += sum(len(r.rollout.response_token_ids) for r in group.rollouts)
-
-    def count(self, name: str, number: int) -> None:
-        self.counts[name] = self.counts.get(name, 0) + number
-
-    def push(self, record: Any) -> None:
-        pass
-
-    def step(self, step: int, metrics: Any, groups: Any, advantages: Any, *, version: int) -> None:
-        assert version == step - 1
-        self.steps.append(step)
-        self.groups += groups
-        self.trained += sum(sum(r.rollout.loss_mask) for group in groups for r in group.rollouts)
-
-
-def parts(
-    *, steps: int = 6, batch: int = 3, bound: int = 1, running: int = 100, rows: int = 50, **changes: Any
-) -> Parts:
-    config = Config(
-        name="test",
-        task="test",
-        steps=steps,
-        batch=BatchConfig(prompts=batch),
-        sampling=SamplingConfig(group_size=2),
-        staleness=StalenessConfig(max_versions=bound, on_expired=changes.pop("on_expired", "mask_tokens")),
-    )
-    engines = changes.pop("engines", Engines())
-    rewards, watch = changes.pop("rewards", Rewards()), Watch()
-    drop_group = changes.pop("drop_group", False)
-    values: dict[str, Any] = {
-        "config": config,
-        "prompts": PromptStream([Prompt(number, (1, 2), "", {}) for number in range(rows)], seed=0),
-        "engines": engines,
-        "episodes": SingleTurn(engines, rewards, lambda ids: "text", watch, drop_group),
-        "learner": Learner(bound),
-        "pusher": Pusher(engines),
-        "admission": Admission(batch, bound, running, total_groups=steps * batch),
-        "watch": watch,
-    }
-    return Parts(**{**values, **changes})
 
 
 async def finish(run: Parts) -> Parts:
@@ -207,9 +77,8 @@ async def test_a_group_that_expired_is_sampled_again_and_the_run_reaches_its_las
     prompt = run.prompts.next()
     run.admission.admit()
     run.admission.finished()
-    run.buffer.put(Group(prompt, (ScoredRollout(old, "", 1.0, {}),) * 2, 0))
+    run.groups.buffer.put(Group(prompt, (ScoredRollout(old, "", 1.0, {}),) * 2, 0))
     await finish(run)
-    assert run.admission.dropped == {"expired": 1}
     assert run.watch.counts["tokens/expired"] == 2
     assert "old" not in {rollout.id for batch in run.learner.batches for rollout in batch}
 
@@ -229,7 +98,7 @@ async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner
 async def test_nothing_is_sampled_beyond_what_the_steps_need():
     run = await finish(parts(steps=4, bound=3))
     assert run.engines.calls == 4 * 3
-    assert len(run.buffer) == 0
+    assert len(run.groups.buffer) == 0
 
 
 async def test_an_engine_that_joins_gets_the_published_version_at_once():
@@ -302,7 +171,7 @@ def test_a_run_whose_engines_are_killed_again_and_again_reaches_its_last_step_an
                 getattr(killed[-1], chance.choice(ways))()
 
     async def program() -> tuple[Parts, EnginePool]:
-        pool = EnginePool(make, PoolSettings(count=4, max_running=4, max_restarts=100))
+        pool = EnginePool(make, pool_settings_for(4, max_running=4, max_restarts=100))
         sender = SimulatedSender(seconds=2.0)
 
         async def connect() -> None:

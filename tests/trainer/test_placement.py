@@ -2,76 +2,73 @@ from dataclasses import replace
 
 import pytest
 
+from generator.launch import EngineSettings
+from tests.trainer.configs import tiny_config
 from trainer import placement
 from trainer.checks import ConfigError
-from trainer.compose import compose_config
 from trainer.model import ResolvedModel
 
-MODEL = ResolvedModel("/models/m", "folder", "test", (2, 7), 0, 64, "float32")
-
-
-def config(*overrides: str):
-    return compose_config(["recipe=ci_tiny", "hardware=cpu", *overrides])
+MODEL = ResolvedModel("/models/m", "folder", "test", (2, 7), 64, "float32")
 
 
 def test_every_end_of_sequence_id_of_the_model_stops_a_rollout_besides_the_recipe_s_own():
-    sampling = placement.make_sampling(config("sampling.stop_token_ids=[9]"), MODEL, 64)
+    sampling = placement.make_sampling(tiny_config({"sampling.stop_token_ids": [9]}), MODEL, 64)
     assert sampling.stop_token_ids == {2, 7, 9}
 
 
 def test_ignoring_end_of_sequence_leaves_the_recipe_s_own_stops():
-    sampling = placement.make_sampling(config("sampling.stop_token_ids=[9]", "sampling.ignore_eos=true"), MODEL, 64)
+    sampling = placement.make_sampling(
+        tiny_config({"sampling.stop_token_ids": [9], "sampling.ignore_eos": True}), MODEL, 64
+    )
     assert sampling.stop_token_ids == {9}
 
 
 def test_what_is_configured_for_sampling_reaches_the_engine():
-    keys = ["sampling.stop=[END,'\\n']", "sampling.repetition_penalty=1.1", "weight_sync.mode=keep"]
-    keys += ["sampling.presence_penalty=0.2", "sampling.frequency_penalty=0.3"]
-    sampling = placement.engine_settings(config(*keys), MODEL, 10).sampling
-    assert sampling.stop == ("END", "\\n")
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3}
+    keys = {"sampling.stop": ["END", "\n"], **{f"sampling.{name}": value for name, value in penalties.items()}}
+    sampling = placement.engine_settings(tiny_config(keys), MODEL, 10).sampling
+    assert sampling.stop == ("END", "\n")
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, 0.3)
     assert sampling.seed is None
 
 
-def test_a_sampling_seed_is_the_same_for_every_engine_and_another_one_after_a_restart():
-    def seed(first_step: int, number: int) -> int | None:
-        return placement.engine_settings(config("sampling.seed=5"), MODEL, 10, first_step, number).sampling.seed
+def test_a_sampling_seed_is_the_same_for_every_engine_and_after_a_restart_an_engines_own_stream_is_not():
+    def settings(first_step: int, number: int) -> EngineSettings:
+        return placement.engine_settings(tiny_config({"sampling.seed": 5}), MODEL, 10, first_step, number)
 
-    assert seed(0, 0) == seed(0, 3) == 5
-    assert seed(7, 0) == seed(7, 3) != 5
+    steps_and_engines = [(0, 0), (0, 3), (7, 0), (7, 3)]
+    assert {settings(*which).sampling.seed for which in steps_and_engines} == {5}
+    assert len({settings(*which).seed for which in steps_and_engines}) == 4
 
 
 def test_the_context_is_as_long_as_the_longest_prompt_needs():
-    settings = placement.engine_settings(config("sampling.max_tokens=24"), MODEL, longest_prompt=10)
+    settings = placement.engine_settings(tiny_config({"sampling.max_tokens": 24}), MODEL, longest_prompt=10)
     assert settings.max_model_len == 34
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
-    [(["sampling.max_tokens=64"], "no room for a prompt"), (["engine.max_model_len=100"], "more than the model's")],
+    ("changes", "words"),
+    [({"sampling.max_tokens": 64}, "no room for a prompt"), ({"engine.max_model_len": 100}, "more than the model's")],
 )
-def test_a_budget_or_context_that_the_model_does_not_have_is_refused(overrides, words):
+def test_a_budget_or_context_that_the_model_does_not_have_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        placement.prompt_limit(config(*overrides), MODEL)
+        placement.prompt_limit(tiny_config(changes), MODEL)
 
 
 def test_each_engine_has_its_own_name_and_random_stream():
-    settings = [placement.engine_settings(config("engine.count=3"), MODEL, 10, number=n) for n in range(3)]
+    settings = [placement.engine_settings(tiny_config({"engine.count": 3}), MODEL, 10, number=n) for n in range(3)]
     assert [(s.name, s.seed) for s in settings] == [("engine 0", 0), ("engine 1", 1), ("engine 2", 2)]
 
 
 def test_threads_are_what_was_configured_and_never_zero(monkeypatch):
     monkeypatch.setattr(placement, "cpu_cores", lambda: 2)
-    assert placement.engine_threads(config()) == 2
-    assert placement.learner_threads(config()) == 2
-    assert placement.engine_threads(config("engine.count=8")) == 1
-    assert placement.learner_threads(config("learner.ranks=8")) == 1
-    assert placement.engine_threads(config("engine.cpu_threads=5")) == 5
-    assert placement.learner_threads(config("learner.cpu_threads=5")) == 5
+    assert placement.engine_threads(tiny_config()) == 2
+    assert placement.engine_threads(tiny_config({"engine.count": 8})) == 1
+    assert placement.engine_threads(tiny_config({"engine.cpu_threads": 5})) == 5
 
 
 def test_a_gpu_engine_reserves_a_gpu_for_each_of_its_workers():
-    gpu = compose_config(["recipe=ci_tiny", "hardware=gpu", "engine.tensor_parallel=4"])
+    gpu = tiny_config({"engine.tensor_parallel": 4}, "gpu")
     assert placement.engine_resources(gpu).gpus == 4
     assert placement.transfer_backend(gpu) == "nccl"
     settings = placement.engine_settings(gpu, replace(MODEL, dtype="bfloat16"), 10)
@@ -80,8 +77,8 @@ def test_a_gpu_engine_reserves_a_gpu_for_each_of_its_workers():
 
 
 def test_more_gpus_than_there_are_is_a_configuration_error_that_adds_them_up():
-    gpu = compose_config(["recipe=ci_tiny", "hardware=gpu", "engine.count=2", "learner.ranks=2"])
+    gpu = tiny_config({"engine.count": 2, "learner.ranks": 2}, "gpu")
     placement.check_resources(gpu, {"GPU": 4.0})
     with pytest.raises(ConfigError, match=r"needs 4 GPUs .* 1 are there"):
         placement.check_resources(gpu, {"GPU": 1.0})
-    placement.check_resources(config(), {})
+    placement.check_resources(tiny_config(), {})

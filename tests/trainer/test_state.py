@@ -1,12 +1,14 @@
 import json
+from dataclasses import replace
 
 import pytest
 
-from generator.rollout import Prompt
+from generator.rollout import Prompt, Rollout
 from generator.task import DataError
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream
+from trainer.groups import KeptGroups, StartedGroup
 from trainer.state import (
     STATE_FILE,
     RunState,
@@ -17,13 +19,18 @@ from trainer.state import (
     is_done,
     load_state,
 )
+from trainer.watch.metrics import RunningTotals
+
+TOTALS = {"totals": RunningTotals().state_dict(), "version": 1, "wall_seconds": 1.0}
 
 
-def write(run_dir, step: int, keep: int = 9):
+def write(run_dir, step: int, keep: int = 9, prompts=None, kept=KeptGroups(first_number=7)):  # noqa: B008 - frozen
     final = checkpoint_path(run_dir, step)
     temporary = final.with_name(f".{final.name}.writing")
     temporary.mkdir(parents=True)
-    commit(temporary, final, RunState(step=step, model="auto", prompts=stream().state_dict(), totals={}), keep)
+    position = (prompts or stream()).state_dict()
+    state = RunState(step=step, model="auto", prompts=position, totals=TOTALS, next_group=kept.first_number)
+    commit(temporary, final, state, kept, keep)
     return final
 
 
@@ -36,8 +43,9 @@ def stream(seed: int = 0) -> PromptStream:
 
 
 def test_a_checkpoint_reads_back_what_was_written(tmp_path):
-    state = load_state(write(tmp_path, 3), config(), stream())
-    assert state == RunState(step=3, model="auto", prompts=stream().state_dict(), totals={})
+    state, kept = load_state(write(tmp_path, 3), config(), stream())
+    assert state == RunState(step=3, model="auto", prompts=stream().state_dict(), totals=TOTALS, next_group=7)
+    assert kept == KeptGroups(first_number=7)
 
 
 def test_resume_auto_takes_the_newest_by_number_not_by_name(tmp_path):
@@ -79,11 +87,30 @@ def test_checkpoints_of_a_branch_that_was_left_go_away(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["step_2", "step_3"]
 
 
-def test_a_damaged_state_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [{"step": "x"}, {"totals": []}, {"prompts": None}, {"prompts": {}}, {"unknown": 1}],
+    ids=str,
+)
+def test_a_damaged_state_file_is_named(tmp_path, damage):
     folder = write(tmp_path, 1)
-    (folder / STATE_FILE).write_text(json.dumps({"step": 1}))
-    with pytest.raises(ConfigError, match="step_1"):
+    state = json.loads((folder / STATE_FILE).read_text())
+    (folder / STATE_FILE).write_text(json.dumps(state | damage))
+    with pytest.raises(ConfigError, match="step_1 cannot be read"):
         load_state(folder, config(), stream())
+
+
+@pytest.mark.parametrize(("penalty", "tokens"), [(0.0, 1), (0.5, 0)])
+def test_what_cannot_be_continued_exactly_begins_again_and_finished_rollouts_stay(penalty, tokens, tmp_path):
+    prompts = stream()
+    prompt = prompts.next()
+    partial = Rollout("0-0", prompt.token_ids, (5,), (-1.0,), (0,), (True,))
+    kept = KeptGroups(started=(StartedGroup(prompt, (partial, replace(partial, finish_reason="stop")), 0),))
+    folder = write(tmp_path, 1, prompts=prompts, kept=kept)
+    penalised = config()
+    penalised.sampling.presence_penalty = penalty
+    _, loaded = load_state(folder, penalised, stream())
+    assert [len(one.response_token_ids) for one in loaded.started[0].rollouts] == [tokens, 1]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from weight_sync.manifest import Manifest, ManifestEntry
-from weight_sync.push import Pusher, PushError, SendReport, Step, engine_of
+from weight_sync.push import Pusher, PushError, Step, engine_of
 
 MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 ORDER = ["prepare", "gate", "transfer", "confirm", "publish", "resume"]
@@ -35,9 +35,9 @@ class Script:
         await self._do("prepare")
         return MANIFEST
 
-    async def send(self, version: int) -> SendReport:
+    async def send(self, version: int) -> int:
         await self._do("transfer")
-        return SendReport(bytes=self.sent_bytes, seconds=0.0, buckets=1)
+        return self.sent_bytes
 
     async def close_gate(self) -> None:
         await self._do("gate")
@@ -75,7 +75,7 @@ async def test_a_push_takes_its_steps_in_order_and_reports_each():
     report = await pusher(script, clock=lambda: float(next(ticks))).push(7)
     assert script.calls == ORDER
     assert script.published == [7]
-    assert (report.version, report.bytes, report.buckets) == (7, 8, 1)
+    assert (report.version, report.bytes) == (7, 8)
     assert list(report.seconds) == ORDER
     assert report.pause_seconds >= sum(report.seconds[step] for step in ORDER[1:])
 
@@ -140,7 +140,7 @@ async def test_an_engine_that_fails_a_push_is_ended_and_the_others_get_the_whole
     script.engines_left = 1
     send = script.send
 
-    async def fail_once(version: int) -> SendReport:
+    async def fail_once(version: int) -> int:
         script.send = send
         await script._do("transfer")
         raise PushError("update_weights", ConnectionError("it is gone"), "engine 1")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.ranks import even_workers, group_size, rank_offsets, worker_rank
+from weight_sync.ranks import group_size, rank_offsets, worker_rank
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5))
@@ -25,13 +25,6 @@ def test_every_worker_of_every_engine_has_a_rank_of_its_own_and_none_is_left_ove
 def test_two_engines_of_tensor_parallel_two_follow_the_sender():
     assert rank_offsets([2, 2]) == [1, 3]
     assert group_size([2, 2]) == 5
-
-
-def test_a_group_size_is_split_evenly_or_refused():
-    assert even_workers(5, 2) == [2, 2]
-    for world_size, engines in [(4, 2), (1, 1), (3, 0)]:
-        with pytest.raises(ValueError, match="cannot hold"):
-            even_workers(world_size, engines)
 
 
 def test_an_engine_without_workers_is_refused():

@@ -25,7 +25,7 @@ class Choice:
 def chosen(choices: Mapping[str, Choice], name: str) -> Callable[..., Any]:
     """The function behind a name: a built-in, or the user's own where ``name`` is a dotted path.
 
-    ``trainer.checks`` has refused every other name before anything starts. Raises ``KeyError`` for an unknown name
+    ``trainer.allowed`` has refused every other name before anything starts. Raises ``KeyError`` for an unknown name
     without a dot, and :class:`trainer.dotted.DottedPathError` for a path that names nothing.
     """
     return resolve_dotted(name, "algorithm") if "." in name else choices[name].function

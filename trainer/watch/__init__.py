@@ -6,10 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, Literal, TextIO
-
-from omegaconf import OmegaConf
 
 from generator.rollout import Group
 from trainer.config import Config
@@ -33,17 +31,15 @@ _ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed":
 class Watch:
     """Everything that is shown or written about a run. The run tells it what happens; it decides nothing.
 
-    ``config`` is the composed configuration (an OmegaConf node or a :class:`Config`), ``resume_step`` the last step
-    contained in the checkpoint that the run continues, or ``None`` for a fresh run. Raises :class:`RunFolderError`
-    before anything is written when the run folder belongs to another run.
+    ``resume_step`` is the last step contained in the checkpoint that the run continues, or ``None`` for a fresh run.
+    Raises :class:`RunFolderError` before anything is written when the run folder belongs to another run.
     """
 
-    def __init__(
-        self, config: Config, run_dir: str | Path, *, resume_step: int | None = None, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, resume_step: int | None = None, stream: TextIO | None = None) -> None:
         self._config = config
-        self._folder = RunFolder(run_dir, resume_step)
-        self._folder.write_config(config)
+        settings = asdict(config)
+        self._folder = RunFolder(config.run_dir, resume_step)
+        self._folder.write_config(settings)
         self.run_dir = self._folder.path
         self.trace = Trace(self.run_dir / "trace.json", append=resume_step is not None)
         self.console = Console(config.steps, progress=config.logger.progress, stream=stream)
@@ -62,7 +58,7 @@ class Watch:
         self.console.start(f"Midflight: {config.name}, {config.steps} steps")
         self.source("run folder", str(self.run_dir), f"continued after step {resume_step}" if resume_step else "")
         self._wandb = WandbLog(
-            config.logger.wandb, self.run_dir, _plain(config), lambda mode, why: self.source("wandb", mode, why)
+            config.logger.wandb, self.run_dir, settings, lambda mode, why: self.source("wandb", mode, why)
         )
 
     def source(self, kind: str, what: str, why: str = "") -> None:
@@ -195,9 +191,3 @@ class Watch:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    tree = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}

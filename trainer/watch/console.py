@@ -147,10 +147,6 @@ class Console:
             table.add_row(*cells, *(Text(cell(value)) for value in numbers))
         self._print(table)
 
-    def warn(self, text: str) -> None:
-        """A line that stands out."""
-        self._print(Text(self.printable(text), style="yellow"))
-
     def close(self, summary: Mapping[str, Any], run_dir: str) -> None:
         """Take the live line down and print the last lines."""
         with self._writing():

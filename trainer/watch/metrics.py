@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from generator.rollout import Group, Rollout, ScoredRollout
-from weight_sync.push import PushReport
+from trainer.unscored import CAUSES
 
-RESERVED_REWARD_NAMES = frozenset(
-    {"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean"}
-    | {"failed", "timeout", "declined", "invalid", "wrong_length"}
-)
+if TYPE_CHECKING:  # imports torch: seconds, before a word of a configuration error
+    from weight_sync.push import PushReport
+
+RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean", *CAUSES})
 """Names under ``reward/`` that are statistics; a reward function of that name is logged as ``reward/part_<name>``."""
 
 REWARD_WINDOW = 10
@@ -230,8 +230,8 @@ class RunningTotals:
     last_rewards: list[float] = field(default_factory=list)
 
     COUNTED = ("tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished",
-               "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "engines/lost",
-               "engines/restarted", "push/count")  # fmt: skip
+               "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "rollouts/stalled",
+               "tokens/cached", "tokens/surplus", "engines/lost", "engines/restarted", "push/count")  # fmt: skip
 
     def add(self, name: str, count: int) -> None:
         """Add to one of the counts by its name in the summary. Raises :class:`KeyError` for another name."""

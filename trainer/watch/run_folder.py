@@ -57,11 +57,9 @@ class RunFolder:
                 "set run_dir to another folder"
             ) from error
 
-    def write_config(self, config: Any) -> None:
-        """Write ``config.yaml``: the resolved configuration (OmegaConf, dataclass or mapping) and package versions."""
-        tree = OmegaConf.to_container(OmegaConf.create(_structured(config)), resolve=True, enum_to_str=True)
-        assert isinstance(tree, dict)
-        text = OmegaConf.to_yaml(OmegaConf.create({**tree, "versions": package_versions()}))
+    def write_config(self, settings: Mapping[str, Any]) -> None:
+        """Write ``config.yaml``: the configuration, as plain values, and package versions."""
+        text = OmegaConf.to_yaml(OmegaConf.create({**settings, "versions": package_versions()}))
         write_atomically(self.path / "config.yaml", text)
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -204,10 +202,6 @@ def _lines_until(text: str, step: int) -> Iterable[str]:
             continue
         if isinstance(row, dict) and row.get("step", step + 1) <= step:
             yield line + "\n"
-
-
-def _structured(config: Any) -> Any:
-    return dict(config) if isinstance(config, Mapping) and not OmegaConf.is_config(config) else config
 
 
 def _umask() -> int:

@@ -1,13 +1,12 @@
 """Chrome trace events: what ran when, for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
 
-Format: "Trace Event Format", the JSON object form with complete (``X``), instant (``i``) and metadata (``M``) events.
+Format: "Trace Event Format", the JSON object form with complete (``X``) and metadata (``M``) events.
 The file is valid JSON after every flush: new events overwrite the closing brackets and write them again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import json
 import logging
 import os
@@ -27,24 +26,23 @@ TRACKS = ("engine", "push", "learner", "reward")
 _TAIL = b"\n]}\n"
 _FLUSH_EVENTS = 256
 _FLUSH_SECONDS = 5.0
-_REMEMBERED = 256  # intervals a lane remembers to decide whether another one nests
-_LANES_PER_TRACK = 1000
-
-_open_spans: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("trace_open_spans", default=())
+_REMEMBERED = 256  # intervals a row remembers to decide whether another one nests
+_ROWS_PER_TRACK = 1000
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Row:
     """One row of a track. Events of a row must nest, or viewers draw them wrongly."""
 
     thread: int
     closed: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    open: dict[int, float] = field(default_factory=dict)
+    opened: float | None = None
+    """When the span began that is open on it, in Unix seconds."""
 
     def fits(self, start: float, end: float) -> bool:
         """Whether a finished interval is disjoint from, inside, or around every other one."""
         slack = 1e-6  # seconds; the ends of nested parts are sums of rounded numbers
-        if any(end > opened + slack and start < opened - slack for opened in self.open.values()):
+        if self.opened is not None and end > self.opened + slack:
             return False
         return all(
             end <= s + slack
@@ -58,7 +56,7 @@ class _Lane:
 class Trace:
     """Writes ``trace.json``. Safe to use from threads and from coroutines; memory is bounded.
 
-    Spans of one track that overlap without nesting (two requests at a time) get rows of their own. After
+    Spans of one track that are open at the same time (two groups on their way) get rows of their own. After
     ``max_events`` further events are dropped and counted in the file. With ``append`` an existing file of ours is
     continued on the same time axis, else it is replaced.
     """
@@ -66,9 +64,8 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False, max_events: int = 500_000) -> None:
         self._lock = threading.Lock()
         self._buffer: list[bytes] = []
-        self._tracks: dict[str, list[_Lane]] = {}
+        self._tracks: dict[str, list[_Row]] = {}
         self._written = self._dropped = self._next_thread = 0
-        self._next_span = 1
         self._max_events = max_events
         self._flushed_at = time.monotonic()
         self._file, self._epoch, self._comma = _open(Path(path), append)
@@ -76,46 +73,32 @@ class Trace:
         self._process = os.getpid()
         self._metadata("process_name", 0, name="midflight")
         for track in TRACKS:
-            self._lane(track)
+            self._new_row(track)
         self.flush()
 
     @contextlib.contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
-        """Record the time that the body takes. Nests within the spans around it in the same task or thread."""
+        """Record the time that the body takes, on a row that no other span is open on."""
         start, clock = time.time(), time.perf_counter()
-        ancestors = _open_spans.get()
         with self._lock:
-            span = self._next_span
-            self._next_span += 1
-            lane = next(
-                (lane for lane in self._lanes(track) if all(other in ancestors for other in lane.open)), None
-            ) or self._lane(track)
-            lane.open[span] = start
-        token = _open_spans.set((*ancestors, span))
+            row = next((row for row in self._rows(track) if row.opened is None), None) or self._new_row(track)
+            row.opened = start
         try:
             yield
         finally:
-            # A generator closed from another context (an abandoned coroutine) cannot reset the variable.
-            with contextlib.suppress(ValueError):
-                _open_spans.reset(token)
             with self._lock:
-                lane.open.pop(span)
-                self._complete(lane, name, start, time.perf_counter() - clock, args)
+                row.opened = None
+                self._complete(row, name, start, time.perf_counter() - clock, args)
 
     def complete(self, track: str, name: str, start: float, seconds: float, **args: Any) -> None:
-        """Record something that has ended: ``start`` in Unix seconds (``time.time()``), for example in an actor."""
+        """Record something that has ended: ``start`` in Unix seconds (``time.time()``), for example in an actor.
+
+        A part goes on the row of the whole, whichever of them is recorded first.
+        """
         with self._lock:
             end = start + seconds
-            lane = next((lane for lane in self._lanes(track) if lane.fits(start, end)), None) or self._lane(track)
-            self._complete(lane, name, start, seconds, args)
-
-    def instant(self, track: str, name: str, **args: Any) -> None:
-        """Mark a moment, such as the publication of a version."""
-        with self._lock:
-            lane = self._lanes(track)[0]
-            self._emit(
-                {"ph": "i", "s": "t", "name": name, "tid": lane.thread, "ts": self._ts(time.time()), "args": args}
-            )
+            row = next((row for row in self._rows(track) if row.fits(start, end)), None) or self._new_row(track)
+            self._complete(row, name, start, seconds, args)
 
     def flush(self) -> None:
         """Write what is buffered; the file is valid JSON afterwards."""
@@ -133,27 +116,27 @@ class Trace:
             self._flush()
             self._file.close()
 
-    def _lanes(self, track: str) -> list[_Lane]:
+    def _rows(self, track: str) -> list[_Row]:
         if track not in self._tracks:
-            self._lane(track)
+            self._new_row(track)
         return self._tracks[track]
 
-    def _lane(self, track: str) -> _Lane:
+    def _new_row(self, track: str) -> _Row:
         """A new row of the track; past a limit the last one, so that a leak of spans cannot grow without end."""
-        lanes = self._tracks.setdefault(track, [])
-        if len(lanes) >= _LANES_PER_TRACK:
-            return lanes[-1]
+        rows = self._tracks.setdefault(track, [])
+        if len(rows) >= _ROWS_PER_TRACK:
+            return rows[-1]
         self._next_thread += 1
-        lane = _Lane(self._next_thread)
-        lanes.append(lane)
+        row = _Row(self._next_thread)
+        rows.append(row)
         order = list(self._tracks).index(track)
-        self._metadata("thread_name", lane.thread, name=track if len(lanes) == 1 else f"{track} ({len(lanes)})")
-        self._metadata("thread_sort_index", lane.thread, sort_index=order * _LANES_PER_TRACK + len(lanes))
-        return lane
+        self._metadata("thread_name", row.thread, name=track if len(rows) == 1 else f"{track} ({len(rows)})")
+        self._metadata("thread_sort_index", row.thread, sort_index=order * _ROWS_PER_TRACK + len(rows))
+        return row
 
-    def _complete(self, lane: _Lane, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
-        lane.closed.append((start, start + seconds))
-        event = {"ph": "X", "name": name, "tid": lane.thread, "ts": self._ts(start), "dur": round(seconds * 1e6, 1)}
+    def _complete(self, row: _Row, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
+        row.closed.append((start, start + seconds))
+        event = {"ph": "X", "name": name, "tid": row.thread, "ts": self._ts(start), "dur": round(seconds * 1e6, 1)}
         self._emit({**event, "args": args})
 
     def _metadata(self, kind: str, thread: int, **args: Any) -> None:

@@ -29,18 +29,29 @@ def assert_rows_nest(path):
                 assert e <= s2 + 2 or e2 <= s + 2 or (s >= s2 - 2 and e <= e2 + 2) or (s2 >= s - 2 and e2 <= e + 2)
 
 
-def test_nested_spans_lie_inside_each_other_on_one_row(tmp_path):
+def test_the_parts_of_a_span_lie_inside_it_on_one_row(tmp_path):
     trace = Trace(tmp_path / "trace.json")
-    with trace.span("learner", "train", step=3), trace.span("learner", "forward"):
+    with trace.span("learner", "train", step=3):
+        start = time.time()
         time.sleep(0.002)
+    trace.complete("learner", "forward", start, 0.001)
     trace.close()
     found = by_name(tmp_path / "trace.json")
     outer, inner = found["train"], found["forward"]
     assert outer["tid"] == inner["tid"]
     assert outer["ts"] <= inner["ts"]
-    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 2
-    assert inner["dur"] >= 2000
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    assert outer["dur"] >= 2000
     assert outer["args"] == {"step": 3}
+
+
+def test_what_ended_beside_an_open_span_does_not_go_on_its_row(tmp_path):
+    trace = Trace(tmp_path / "trace.json")
+    with trace.span("engine", "open"):
+        trace.complete("engine", "beside", time.time() - 1, 2.0)
+    trace.close()
+    found = by_name(tmp_path / "trace.json")
+    assert found["open"]["tid"] != found["beside"]["tid"]
 
 
 def test_the_file_is_valid_at_any_time(tmp_path):

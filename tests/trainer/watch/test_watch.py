@@ -13,8 +13,8 @@ from trainer.watch import PushRecord, RunFolderError, Watch
 
 
 @pytest.fixture
-def config():
-    config = Config(name="toy", task="recipes.toy", steps=4, run_dir="unused")
+def config(tmp_path):
+    config = Config(name="toy", task="recipes.toy", steps=4, run_dir=str(tmp_path / "run"))
     config.logger.wandb.mode = "disabled"
     config.logger.rollouts.every = config.logger.table.every = 2
     return config
@@ -35,7 +35,7 @@ def metrics(folder):
 
 def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group):
     stream = io.StringIO()
-    watch = Watch(config, tmp_path / "run", stream=stream)
+    watch = Watch(config, stream=stream)
     watch.begin()
     run_steps(watch, (1, 2), scored, group)
     watch.close("done")
@@ -55,7 +55,7 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
         "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
         "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
         "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
-        "engines/lost", "engines/restarted",
+        "engines/lost", "engines/restarted", "rollouts/stalled", "tokens/cached", "tokens/surplus",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", 2, 2)
     assert summary["tokens/generated"] == summary["tokens/trained"] == 16
@@ -65,8 +65,8 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
     assert {"push version 2", "transfer"} <= names
 
 
-def test_throughput_of_a_step_counts_only_what_finished_since_the_step_before(tmp_path, config, scored, group):
-    watch = Watch(config, tmp_path / "run", stream=io.StringIO())
+def test_throughput_of_a_step_counts_only_what_finished_since_the_step_before(config, scored, group):
+    watch = Watch(config, stream=io.StringIO())
     watch.finished(group(scored(1.0, ((0, 5),))))
     first = watch.step(1, {}, [], [], version=0)
     second = watch.step(2, {}, [], [], version=1)
@@ -77,7 +77,7 @@ def test_throughput_of_a_step_counts_only_what_finished_since_the_step_before(tm
 
 def test_a_failed_run_names_its_error_in_the_summary_and_on_the_screen(tmp_path, config):
     stream = io.StringIO()
-    watch = Watch(config, tmp_path / "run", stream=stream)
+    watch = Watch(config, stream=stream)
     watch.close("failed", RuntimeError("engine 0 died"))
     watch.close("done")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -86,23 +86,23 @@ def test_a_failed_run_names_its_error_in_the_summary_and_on_the_screen(tmp_path,
 
 
 def test_a_second_run_does_not_touch_the_folder_of_the_first(tmp_path, config, scored, group):
-    first = Watch(config, tmp_path / "run", stream=io.StringIO())
+    first = Watch(config, stream=io.StringIO())
     first.step(1, {}, [group(scored(1.0), scored(0.0))], [[1.0, -1.0]], version=0)
     first.close("done")
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
     with pytest.raises(RunFolderError):
-        Watch(config, tmp_path / "run", stream=io.StringIO())
+        Watch(config, stream=io.StringIO())
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()} == before
 
 
 def test_a_resumed_run_continues_its_totals_and_its_lines(tmp_path, config, scored, group):
-    watch = Watch(config, tmp_path / "run", stream=io.StringIO())
+    watch = Watch(config, stream=io.StringIO())
     run_steps(watch, (1, 2), scored, group)
     state = json.loads(json.dumps(watch.state_dict()))
     run_steps(watch, (3,), scored, group)
     watch.close("interrupted")
     stream = io.StringIO()
-    watch = Watch(config, tmp_path / "run", resume_step=2, stream=stream)
+    watch = Watch(config, resume_step=2, stream=stream)
     watch.load_state_dict(state)
     run_steps(watch, (3, 4), scored, group)
     summary = watch.close("done")
@@ -112,8 +112,8 @@ def test_a_resumed_run_continues_its_totals_and_its_lines(tmp_path, config, scor
     assert "continued after step 2" in stream.getvalue()
 
 
-def test_a_run_that_cannot_learn_because_every_response_is_cut_says_so_once(tmp_path, config, scored, group, caplog):
-    watch = Watch(config, tmp_path / "run", stream=io.StringIO())
+def test_a_run_that_cannot_learn_because_every_response_is_cut_says_so_once(config, scored, group, caplog):
+    watch = Watch(config, stream=io.StringIO())
     watch.begin()
     learning = [group(scored(1.0, ((0, 3),), "length"), scored(0.0, ((0, 5),), "length"))]
     watch.step(1, {}, learning, [[1.0, -1.0]], version=0)
