@@ -80,8 +80,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         short = summary["steps"] <= REWARD_WINDOW  # the two windows are then the same
         lines.append(("reward", f"{first:.3f} on average" if short else
                                 f"{first:.3f} in the first 10 steps, {last:.3f} in the last 10"))  # fmt: skip
-    lines.append(("tokens", f"{summary['tokens/generated']:,} generated, {summary['tokens/trained']:,} trained, "
-                            f"{summary['tokens/expired']:,} expired, {summary['tokens/lost']:,} lost"))  # fmt: skip
+    ends = ", ".join(f"{summary[f'tokens/{end}']:,} {end}" for end in ("generated", "trained", "expired", "lost"))
+    lines.append(("tokens", ends + (" (no reward)" if summary["tokens/lost"] else "")))
     lines.append(("rollouts", f"{summary['rollouts/finished']:,} finished, "
                               f"{summary['rollouts/resumed']:,} of them resumed across pushes"))  # fmt: skip
     if summary.get("push/count"):
