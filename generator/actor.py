@@ -120,7 +120,8 @@ class RayEngine:
             first_line = str(error).partition("\n")[0]
             raise self._named(EngineLostError(f"{self.name} died during `{method}`: {first_line}")) from error
         except TimeoutError as error:  # last: what Ray raises for a remote TimeoutError is one too
-            late = f"{self.name} did not answer `{method}` within {seconds:.0f} s"
+            key = " (engine.start_timeout)" if method == "start" else ""
+            late = f"{self.name} did not answer `{method}` within {seconds:g} s{key}"
             raise self._named(EngineLostError(late)) from error
 
     def _named(self, error: EngineError) -> EngineError:
