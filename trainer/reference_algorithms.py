@@ -98,7 +98,7 @@ def _presets() -> list[str]:
         config: Any = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.create(text))
         )
-        if (problem(config, SamplingConfig()) or "").find("not built yet") >= 0:
+        if "not built yet" in (problem(config, SamplingConfig()) or ""):
             about += " *Not built yet.*"
         rows.append(f"| `{path.name.removesuffix('.yaml')}` | {about} | {keys} |")
     return rows
