@@ -37,7 +37,18 @@ In the formulas, `A` is the advantage, `pi` the current policy, `r` the ratio of
 the gradient. Log-ratios are clamped to +-20 before they are exponentiated. What is masked before the update (staleness,
 rollouts without a reward, `algorithm.filter`, M2PO) leaves the denominators; a token that correction or objective leave
 out during the update counts in them, as in the papers' formulas.
+
+There is one update a batch. With `algorithm.proximal=current` the ratio `r` is therefore 1: the bounds of `ppo_clip`
+never act, `policy/clip_fraction_*` stay 0, and the correction does the whole work. Bounds act with
+`algorithm.proximal=behaviour algorithm.correction.weight=none`, or with `algorithm.proximal=log_linear`.
 """
+
+
+def _not_built_yet(settings: Any) -> str:
+    """A remark where the learner refuses the settings of an algorithm as not built yet."""
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), settings))
+    return " *Not built yet.*" if "not built yet" in (problem(config, SamplingConfig()) or "") else ""
+
 
 PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
     ("Advantages", "advantage", "Groups of one and of equal rewards get exactly 0 from every group-relative one.",
@@ -49,12 +60,13 @@ PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
      "weight_high]`; `correction.mask` leaves out tokens whose ratio lies outside `[mask_low, mask_high]`. Truncated "
      "importance sampling is weight `token`; IcePop (arXiv:2510.18855) adds mask `token` with two bounds, masked "
      "importance sampling with `mask_high` alone. `correction.second_moment` is the mask of M2PO (arXiv:2510.01161), "
-     "over the whole batch.", LEVELS),
+     "over the whole batch." + _not_built_yet({"correction": {"second_moment": 0.04}}), LEVELS),
     ("Aggregations", "aggregation", "From token losses to one number, with the denominators of the whole batch.",
      AGGREGATIONS),
     ("KL estimators", "kl.estimator",
      "Of KL(current, reference), with `x = log pi - log pi_reference`. Which one is right depends on where it enters: "
-     "`algorithm.kl.place=reward` asks for k1, `algorithm.kl.place=loss` for k2 (arXiv:2510.01555).", KL_ESTIMATORS),
+     "`algorithm.kl.place=reward` asks for k1, `algorithm.kl.place=loss` for k2 (arXiv:2510.01555)."
+     + _not_built_yet({"kl": {"coefficient": 0.1}}), KL_ESTIMATORS),
 )  # fmt: skip
 
 
@@ -62,15 +74,16 @@ def algorithms_page() -> str:
     """The page ``docs/reference/algorithms.md``."""
     lines = [INTRODUCTION, "## Presets", "", *_presets(), ""]
     for title, key, text, choices in PARTS:
-        lines += [f"## {title}", "", f"`algorithm.{key}`. {text}", "", *_table(choices), ""]
+        lines += [f"## {title}", "", f"`algorithm.{key}`. {text}", "", *_table(key, choices), ""]
     lines += ["## Your own", "", *_own()]
     return "\n".join(lines) + "\n"
 
 
-def _table(choices: Mapping[str, Choice]) -> list[str]:
+def _table(key: str, choices: Mapping[str, Choice]) -> list[str]:
     rows = []
     for name, choice in choices.items():
-        cells = (f"`{name}`", f"`{_cell(choice.formula)}`", choice.source, _defaults(choice), choice.off_policy)
+        built = _not_built_yet(OmegaConf.from_dotlist([f"{key}={name}"]))
+        cells = (f"`{name}`", f"`{_cell(choice.formula)}`", choice.source, _defaults(choice), choice.off_policy + built)
         rows.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
     return ["| name | formula | source | keys and defaults | off-policy |", "|---|---|---|---|---|", *rows]
 
@@ -95,11 +108,7 @@ def _presets() -> list[str]:
         keys = ", ".join(
             f"`{key}` {_shown(value)}" for key, value in _leaves(OmegaConf.to_container(OmegaConf.create(text)))
         )
-        config: Any = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.create(text))
-        )
-        if "not built yet" in (problem(config, SamplingConfig()) or ""):
-            about += " *Not built yet.*"
+        about += _not_built_yet(OmegaConf.create(text))
         rows.append(f"| `{path.name.removesuffix('.yaml')}` | {about} | {keys} |")
     return rows
 
