@@ -141,6 +141,11 @@ class LightEngine:
         self._engines.calls += 1
         return 0
 
+    async def drain(self) -> None: ...
+
+    async def partial_rollouts(self) -> list[Rollout]:
+        return []
+
     async def start(self) -> None: ...
 
     async def check_health(self) -> None: ...

@@ -55,7 +55,7 @@ def moved(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 async def measure(
-    engine: Engine, models: list[torch.nn.Module], mode: PushMode, kv_cache: KvCache, running: int, budget: int
+    engine: Engine, models: list[Any], mode: PushMode, kv_cache: KvCache, running: int, budget: int
 ) -> dict[str, Any]:
     """One pass over all models: ``running`` rollouts, a push at even distances."""
     learner = ModuleLearner(models[0], engine)
@@ -115,7 +115,7 @@ def gap_by_age(rollouts: list[Rollout], models: list[torch.nn.Module]) -> dict[i
 
 async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All modes, taking turns, ``repeat`` times."""
-    base = tiny_llama(1) if arguments.quick else _load(arguments.model)
+    base: Any = tiny_llama(1) if arguments.quick else _load(arguments.model)
     models = [base]
     for number in range(arguments.pushes):
         models.append(moved(models[-1], number))

@@ -61,7 +61,7 @@ VICTIMS = ("EngineCore", "ray::Engine")
 
 async def pushes(count: int, seed: int) -> dict[str, Any]:
     """``count`` pushes into one engine that never stops generating."""
-    models = [tiny_llama(1), tiny_llama(2)]
+    models: list[Any] = [tiny_llama(1), tiny_llama(2)]
     dice = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         models[0].save_pretrained(folder)

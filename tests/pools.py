@@ -9,5 +9,5 @@ from generator.pool import PoolSettings
 
 def pool_settings_for(count: int, **changes: Any) -> PoolSettings:
     """A pool of ``count`` engines."""
-    others = {"max_running": 64, "max_restarts": 10, "serve_timeout": 900.0, "mode": "abort", "kv_cache": "recompute"}
-    return PoolSettings(count, **others | changes)
+    others: dict[str, Any] = {"max_running": 64, "max_restarts": 10, "serve_timeout": 900.0}
+    return PoolSettings(count, **{**others, "mode": "abort", "kv_cache": "recompute", **changes})

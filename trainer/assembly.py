@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from generator.actor import RayEngine
@@ -85,7 +86,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         trust_remote_code=config.model.trust_remote_code,
         learner=config.learner,
         optimizer=config.optimizer,
-        algorithm=config.algorithm,
+        algorithm=replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens),
     )
     return LearnerGroup(spec)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from generator.rollout import Group, ScoredRollout
-from trainer.advantages import compute_advantages
+from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.filters import keep_group, overlong_penalty
 from trainer.batching import TrainRollout
+
+if TYPE_CHECKING:
+    from trainer.config import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +23,11 @@ class Batch:
     """What one optimizer step learns from. ``advantages`` holds one list a group, one number a rollout."""
 
     groups: tuple[Group, ...]
-    """The groups as they are learned from: the loss sees no token of a rollout without a reward."""
+    """The groups as they are learned from: the loss sees no token of a rollout without a reward, or filtered out."""
     advantages: tuple[tuple[float, ...], ...]
     rollouts: tuple[TrainRollout, ...]
+    filtered: dict[str, float]
+    """Metrics of the filters that are on."""
 
     @property
     def unscored_tokens(self) -> int:
@@ -28,23 +36,48 @@ class Batch:
         return sum(s.rollout.sampled_tokens for s in scored if s.reward is None)
 
 
-def make_batch(groups: Sequence[Group], advantage: str) -> Batch:
-    """Compute the advantages (``algorithm.advantage``) and flatten the groups.
+def make_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, max_tokens: int) -> Batch:
+    """Filter, compute the advantages (``algorithm.advantage``) and flatten the groups.
 
-    A rollout without a reward has advantage 0 and leaves the loss entirely: it counts in no denominator.
+    A rollout without a reward has advantage 0 and leaves the loss entirely: it counts in no denominator. So does what
+    ``algorithm.filter`` takes out. ``max_tokens`` is the response budget of a rollout.
     """
-    groups = [replace(group, rollouts=tuple(_masked(scored) for scored in group.rollouts)) for group in groups]
-    scored = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    rewards = torch.tensor([float("nan") if r.reward is None else r.reward for _, r in scored], dtype=torch.float64)
-    flat = compute_advantages(rewards, torch.tensor([number for number, _ in scored]), advantage).tolist()
-    rows = tuple(_row(number, rollout, value) for (number, rollout), value in zip(scored, flat, strict=True))
-    values = iter(flat)
-    return Batch(tuple(groups), tuple(tuple(next(values) for _ in group.rollouts) for group in groups), rows)
+    filters = algorithm.filter
+    everyone = [rollout for group in groups for rollout in group.rollouts]
+    number = torch.tensor([n for n, group in enumerate(groups) for _ in group.rollouts], dtype=torch.int64)
+    rewards = torch.tensor([math.nan if r.reward is None else r.reward for r in everyone], dtype=torch.float64)
+    counts: dict[str, float] = {}
+    seen = ~torch.isnan(rewards)
+    if filters.overlong == "penalty":
+        lengths = torch.tensor([r.rollout.sampled_tokens for r in everyone])
+        penalty = overlong_penalty(
+            lengths, max_tokens, filters.overlong_buffer or max(1, max_tokens // 5), filters.overlong_penalty
+        )
+        rewards = rewards + penalty
+        counts["filter/overlong_penalty_mean"] = -penalty.mean().item()
+    if filters.overlong == "mask":
+        overlong = torch.tensor([r.rollout.finish_reason == "length" for r in everyone], dtype=torch.bool)
+        counts["filter/overlong_rollouts"] = (seen & overlong).sum().item()
+        seen = seen & ~overlong
+    if filters.zero_variance:
+        kept = torch.tensor([keep_group(rewards[number == n].tolist()) for n in range(len(groups))])[number]
+        counts["filter/zero_variance_rollouts"] = (seen & ~kept).sum().item()
+        seen = seen & kept
+    values = compute_advantages(rewards, number, algorithm.advantage)
+    # What the loss does not see is not fed either.
+    flat, flags = torch.where(seen, values, 0.0).tolist(), iter(seen.tolist())
+    groups = [replace(g, rollouts=tuple(r if next(flags) else _masked(r) for r in g.rollouts)) for g in groups]
+    advantages = iter(flat)
+    by_group = tuple(tuple(next(advantages) for _ in group.rollouts) for group in groups)
+    rows = tuple(
+        _row(n, rollout, advantage)
+        for n, (group, row) in enumerate(zip(groups, by_group, strict=True))
+        for rollout, advantage in zip(group.rollouts, row, strict=True)
+    )
+    return Batch(tuple(groups), by_group, rows, counts)
 
 
 def _masked(scored: ScoredRollout) -> ScoredRollout:
-    if scored.reward is not None:
-        return scored
     rollout = scored.rollout
     return replace(scored, rollout=replace(rollout, loss_mask=(False,) * len(rollout.loss_mask)))
 

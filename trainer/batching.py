@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.aggregation import Denominators
+from trainer.algorithm.aggregation import Denominators
 
 Packing = Literal["shared_prompt", "padded"]
 """How rows are made, see above; the words that ``learner.packing`` takes."""
@@ -50,11 +50,6 @@ class TrainRollout:
             raise ValueError(f"rollout {self.id}: the prompt is empty, so nothing predicts the first response token")
         if not math.isfinite(self.advantage):
             raise ValueError(f"rollout {self.id}: the advantage is {self.advantage}")
-
-    @property
-    def contributes(self) -> bool:
-        """Whether the rollout can change the loss at all: an advantage, and a token that the loss sees."""
-        return self.advantage != 0.0 and any(self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +111,8 @@ class MicroBatch:
     """``[T]`` int64: the learner's version minus the version that sampled the token."""
     sequence: Tensor
     """``[T]`` int64: number of the token's rollout inside this micro-batch."""
+    group: Tensor
+    """``[T]`` int64: number of the token's prompt group inside the batch."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device."""
@@ -128,13 +125,15 @@ def plan_micro_batches(
     ranks: int,
     packing: Packing,
     attention_tokens: float = math.inf,
+    feed_all: bool = False,
 ) -> BatchPlan:
     """Distribute a batch over ``ranks`` and micro-batches of at most ``token_budget`` tokens, padding counted.
 
-    A row longer than the budget cannot be split and gets a micro-batch of its own. ``attention_tokens`` is the context
-    length at which attending to it costs as much as the dense layers do (about six times the hidden size); it decides
-    how many responses share a row, because attention over a long row costs more than the prompt that it saves. The plan
-    is a pure function of its arguments, so that every rank can compute it for itself.
+    Rollouts that cannot change the loss are left out: those without a token that it sees and, unless ``feed_all``,
+    those with advantage 0. A row longer than the budget cannot be split and gets a micro-batch of its own.
+    ``attention_tokens`` is the context length at which attending to it costs as much as the dense layers do (about six
+    times the hidden size); it decides how many responses share a row, because attention over a long row costs more than
+    the prompt that it saves. The plan is a pure function of its arguments: every rank can compute it for itself.
 
     Raises ``ValueError`` for a budget or rank count below 1, or when rollouts of one group differ in their prompt.
     """
@@ -142,19 +141,23 @@ def plan_micro_batches(
         raise ValueError(f"token budget ({token_budget}) and ranks ({ranks}) must be at least 1")
     groups: dict[int, list[TrainRollout]] = {}
     for rollout in rollouts:
-        if rollout.contributes:
+        if any(rollout.loss_mask) and (feed_all or rollout.advantage != 0.0):
             groups.setdefault(rollout.group, []).append(rollout)
     rows: list[Row] = []
     for group in groups.values():
         rows += _shared_rows(group, token_budget, attention_tokens) if packing == "shared_prompt" else _single(group)
     micro_batches = [_fill(share, token_budget) for share in _balance(rows, ranks)]
+    prompt_tokens = [0] * (1 + max((rollout.group for rollout in rollouts), default=-1))
+    for rollout in rollouts:
+        prompt_tokens[rollout.group] += sum(rollout.loss_mask)
     count = max(1, *(len(share) for share in micro_batches))
     return BatchPlan(
         tuple(tuple(share) + ((),) * (count - len(share)) for share in micro_batches),
         packing,
         Denominators(
-            tokens=sum(sum(rollout.loss_mask) for rollout in rollouts),
+            tokens=sum(prompt_tokens),
             sequences=sum(any(rollout.loss_mask) for rollout in rollouts),
+            prompt_tokens=tuple(prompt_tokens),
         ),
         skipped_rollouts=len(rollouts) - sum(len(group) for group in groups.values()),
     )
@@ -204,6 +207,7 @@ def _token_columns(rollouts: list[TrainRollout], version: int) -> dict[str, Tens
         "loss_mask": _flat([r.loss_mask for r in rollouts], torch.bool),
         "lags": version - _flat([r.versions for r in rollouts], torch.int64),
         "sequence": _flat([np.full(n, number) for number, n in enumerate(lengths)], torch.int64),
+        "group": _flat([np.full(n, r.group) for n, r in zip(lengths, rollouts, strict=True)], torch.int64),
     }
 
 

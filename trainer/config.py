@@ -60,16 +60,50 @@ class StalenessConfig:
 
 
 @dataclass
+class CorrectionConfig:
+    weight: str = "token"  # importance ratio that weighs a token: none, token, sequence_product, sequence_geometric
+    weight_low: float | None = None  # weights below are raised to this; null: no bound
+    weight_high: float | None = 2.0  # weights above are truncated to this; null: no bound
+    mask: str = "none"  # ratio by which tokens are left out: none, token, sequence_product, sequence_geometric
+    mask_low: float | None = None  # tokens whose ratio is below are left out; null: no bound
+    mask_high: float | None = None  # tokens whose ratio is above are left out; null: no bound
+    second_moment: float | None = None  # M2PO: drop the furthest tokens down to this mean squared log-ratio; null: off
+
+
+@dataclass
+class KLConfig:
+    coefficient: float = 0.0  # of the KL penalty towards the reference model; 0: none
+    estimator: str = "k2"  # k1 (right in the reward), k2 (right in the loss), k3 (as GRPO had it)
+    place: str = "loss"  # loss, or reward: where the penalty enters
+
+
+@dataclass
+class FilterConfig:
+    zero_variance: bool = False  # rollouts of groups with equal rewards count in no denominator
+    overlong: str = "none"  # rollouts cut at sampling.max_tokens: none, mask (not learned from), penalty
+    overlong_buffer: int = 0  # penalty: grows over this many tokens before sampling.max_tokens; 0: a fifth of them
+    overlong_penalty: float = 1.0  # penalty: reward taken from a rollout that uses all of sampling.max_tokens
+
+
+@dataclass
 class AlgorithmConfig:
-    advantage: str = "grpo"  # grpo, dr_grpo, rloo
-    objective: str = "ppo_clip"  # ppo_clip, reinforce
-    proximal: str = "current"  # anchor of the ratio: current (one update a batch) or behaviour (ratio to the sampler)
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2  # the upper end of the clip range
-    correction: str = "token_truncate"  # behaviour correction: token_truncate (TIS), token_mask, none
-    correction_cap: float = 2.0  # largest importance weight
-    aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum
+    advantage: str = "grpo"  # grpo, grpo_batch_std, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, reward, or path
+    objective: str = "ppo_clip"  # ppo_clip, reinforce, gspo, cispo, sapo, dppo, topr, or a dotted path
+    proximal: str = "current"  # anchor of the objective's ratio: current, behaviour, recomputed, log_linear
+    clip_low: float | None = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]; null: no lower bound
+    clip_high: float | None = 0.2  # the upper end of the clip range; null: no upper bound
+    clip_dual: float | None = None  # ppo_clip, gspo: with a negative advantage the ratio counts at most this; null: off
+    gate_positive: float = 1.0  # sapo: temperature of the gate where the advantage is positive
+    gate_negative: float = 1.05  # sapo: temperature of the gate elsewhere; higher fades sooner
+    divergence: str = "tv"  # dppo: tv (total variation) or kl, of the sampled token against all others
+    divergence_limit: float = 0.15  # dppo: tokens past it are not pushed further; about 0.15 for tv, 0.05 for kl
+    aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum, prompt_mean, or a dotted path
+    sum_length: int = 0  # sequence_sum: the constant it divides by; 0: sampling.max_tokens
+    entropy_bonus: float = 0.0  # coefficient of the policy's entropy per token, which is maximised
     allow_uncorrected: bool = False  # ask by name to train off-policy data without any behaviour correction
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
 
 
 @dataclass

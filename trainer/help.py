@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from trainer import config
-from trainer.checks import VALUES
+from trainer.allowed import VALUES
 
 USAGE = """\
 Midflight trains language models with reinforcement learning, fully asynchronously.

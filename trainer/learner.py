@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.algorithm.diagnostics import DiagnosticSums, diagnostic_metrics, zero_sums
+from trainer.algorithm.loss import learns_without_advantage, policy_loss
+from trainer.algorithm.tokens import token_batch
 from trainer.batching import BatchPlan, MicroBatch, Packing, Row, TrainRollout, build_micro_batch, plan_micro_batches
-from trainer.diagnostics import DiagnosticSums, diagnostic_metrics, zero_sums
 from trainer.learner_setup import (
     LearnerSpec,
     adamw,
@@ -30,7 +32,6 @@ from trainer.learner_setup import (
     prepare_process,
     save_tokenizer,
 )
-from trainer.objectives import TokenBatch, policy_loss
 from trainer.policy import PolicyModel
 
 _CHECKPOINT_TAG = "learner"
@@ -55,7 +56,8 @@ class Learner:
         self._owns_process_group = not dist.is_initialized()
         join_process_group(spec, rank, world_size)
         self._device = torch.device(spec.device, 0) if spec.device == "cuda" else torch.device("cpu")
-        policy = PolicyModel(load_model(spec), spec.temperature, spec.learner.logprob_chunk)
+        wants_entropy_gradient = spec.algorithm.entropy_bonus != 0
+        policy = PolicyModel(load_model(spec), spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
         # About six times the hidden size: dense layers cost 24 H^2 a token and layer, attention 4 H per key.
         self._attention_tokens = 6.0 * policy.model.config.get_text_config().hidden_size
         if spec.learner.zero_stage == 3:
@@ -205,7 +207,12 @@ class Learner:
 
     def _plan(self, rollouts: Sequence[TrainRollout], ranks: int, packing: Packing) -> BatchPlan:
         return plan_micro_batches(
-            rollouts, self.spec.learner.micro_batch_tokens, ranks, packing, self._attention_tokens
+            rollouts,
+            self.spec.learner.micro_batch_tokens,
+            ranks,
+            packing,
+            self._attention_tokens,
+            feed_all=learns_without_advantage(self.spec.algorithm),
         )
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
@@ -232,8 +239,7 @@ class Learner:
             micro = build_micro_batch(rows, version, plan.packing).to(self._device)
             self._engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
             logprobs, entropy = self._forward(micro)
-            batch = TokenBatch(logprobs, micro.behaviour_logprobs, micro.advantages, micro.loss_mask, micro.sequence)
-            loss, sums = policy_loss(batch, entropy, self.spec.algorithm, plan.denominators)
+            loss, sums = policy_loss(token_batch(micro, logprobs, entropy), self.spec.algorithm, plan.denominators)
             # An infinite loss may have a finite gradient. NaN in every gradient makes all ranks refuse the step, and
             # they all stay in step with the collectives of backward until then.
             poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
@@ -279,10 +285,11 @@ class Learner:
         everyone: list[list[str]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(everyone, mine)
         broken = [id for ids in everyone for id in ids]
-        loss = totals.sums[0].item()
-        what = f"policy/loss is {loss}" if not math.isfinite(loss) else f"policy/grad_norm is {gradient_norm}"
+        what = f"policy/loss is {totals.loss}"
+        if math.isfinite(totals.loss):
+            what = f"policy/grad_norm is {gradient_norm}"
         where = f"; log-probabilities are not finite in rollouts {', '.join(broken[:8])}" if broken else ""
         return (
             f"{what} at optimizer step {self.steps_done}{where}. No step was taken. "
-            "Look at optimizer.learning_rate, algorithm.correction_cap and the rollouts of this batch"
+            "Look at optimizer.learning_rate, algorithm.correction.weight_high and the rollouts of this batch"
         )

@@ -8,16 +8,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_LOG_ZERO = -1e4
+"""Stands for the logarithm of a probability of 0, so that their product is 0 and not NaN."""
+
 
 def chunked_logprobs(
-    hidden: Tensor, head_weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
+    hidden: Tensor,
+    head_weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both ``[T]`` in at least float32.
 
     ``hidden`` is ``[T, H]``, ``head_weight`` ``[V, H]``, ``bias`` ``[V]`` or none, ``targets`` ``[T]`` int64. Logits
     are computed in the dtype of ``hidden`` (as the engine computes them), then divided by ``temperature`` and
     normalised in float32 or wider. The logits of at most ``chunk`` tokens exist at a time, forward and backward. The
-    log-probabilities are differentiable in ``hidden``, ``head_weight`` and ``bias``; the entropy carries no gradient.
+    log-probabilities are differentiable in ``hidden``, ``head_weight`` and ``bias``; the entropy is where
+    ``entropy_gradient`` asks for it.
 
     Raises ``ValueError`` for a temperature or chunk that is not positive.
     """
@@ -27,7 +37,7 @@ def chunked_logprobs(
         )
     if chunk < 1:
         raise ValueError(f"learner.logprob_chunk is {chunk}; it must be at least 1 token")
-    return _ChunkedLogprobs.apply(hidden, head_weight, bias, targets, temperature, chunk)
+    return _ChunkedLogprobs.apply(hidden, head_weight, bias, targets, temperature, chunk, entropy_gradient)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -46,6 +56,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
@@ -61,16 +72,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
             entropy[rows] = -torch.linalg.vecdot(probabilities, log_p.clamp(min=torch.finfo(dtype).min))
             kept = probabilities
             del log_p, probabilities
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy if entropy_gradient else None)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         ctx.kept = kept if any(ctx.needs_input_grad[:3]) else None
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if needs_weight else None
@@ -82,7 +94,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 probabilities = _log_softmax(hidden[rows], weight, bias, ctx.temperature, ctx.dtype).exp_()
             scale = (grad_logprobs[rows] / ctx.temperature).unsqueeze(1)
             # d log p(target) / d logits = (onehot(target) - p) / temperature, built in the memory of p.
-            grad_logits = probabilities.mul_(-scale).scatter_add_(1, targets[rows, None], scale)
+            factor = -scale
+            if entropy is not None:
+                # d entropy / d logits = -p (log p + entropy) / temperature, where 0 log 0 is 0.
+                slope = probabilities.log().clamp_(min=_LOG_ZERO).add_(entropy[rows, None])
+                factor = slope.mul_((-grad_entropy[rows] / ctx.temperature).unsqueeze(1)).sub_(scale)
+                del slope
+            grad_logits = probabilities.mul_(factor).scatter_add_(1, targets[rows, None], scale)
+            del factor
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
@@ -95,6 +114,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,

@@ -181,7 +181,7 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
         parts.watch.count("tokens/lost", batch.unscored_tokens)
         counts = parts.episodes.take_counts()
         done = parts.steps_done
-        metrics = metrics | counts | engine_counts(parts)
+        metrics = metrics | batch.filtered | counts | engine_counts(parts)
         parts.watch.step(done, metrics, batch.groups, batch.advantages, version=done - 1)
 
 
@@ -210,7 +210,7 @@ async def next_batch(parts: Parts) -> Batch:
             continue
         groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return make_batch(groups, config.algorithm.advantage)
+    return make_batch(groups, config.algorithm, config.sampling.max_tokens)
 
 
 async def push(parts: Parts, version: int) -> None:

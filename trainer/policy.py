@@ -17,7 +17,7 @@ class PolicyModel(torch.nn.Module):
     response tokens at a time. Raises ``ValueError`` for a model whose head is more than one linear layer.
     """
 
-    def __init__(self, model: Any, temperature: float, chunk: int) -> None:
+    def __init__(self, model: Any, temperature: float, chunk: int, entropy_gradient: bool = False) -> None:
         super().__init__()
         # These rescale or cap the logits after the head; without them log-probabilities would silently differ from the
         # engine's.
@@ -30,6 +30,7 @@ class PolicyModel(torch.nn.Module):
         self.model = model
         self.temperature = temperature
         self.chunk = chunk
+        self.entropy_gradient = entropy_gradient
 
     def forward(
         self,
@@ -44,7 +45,8 @@ class PolicyModel(torch.nn.Module):
 
         ``input_ids`` and ``position_ids`` are ``[B, L]`` int64; ``attention_mask`` is bool, ``[B, L]`` or, passed
         through to the attention as it is, ``[B, 1, L, L]``. ``predictor_index`` ``[T]`` int64 points into the flattened
-        ``B * L`` hidden states. ``temperature`` overrides the policy's own. The entropy carries no gradient.
+        ``B * L`` hidden states. ``temperature`` overrides the policy's own. The entropy carries a
+        gradient where the policy was made with ``entropy_gradient``.
         """
         output = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
@@ -58,4 +60,5 @@ class PolicyModel(torch.nn.Module):
             targets,
             self.temperature if temperature is None else temperature,
             self.chunk,
+            self.entropy_gradient,
         )

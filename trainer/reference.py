@@ -1,4 +1,4 @@
-"""The reference pages of the docs, generated from the code: configuration keys and metrics.
+"""The reference pages of the docs, generated from the code: configuration keys, metrics and algorithms.
 
 ``python -m trainer.reference`` writes them into ``docs/reference/``; a test holds the pages against the code.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.config import Config
 from trainer.help import config_groups, field_comments, rows
+from trainer.reference_algorithms import algorithms_page
 from trainer.watch.catalogue import markdown
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -43,7 +44,7 @@ def metrics_page() -> str:
     return head + markdown().rstrip() + "\n"
 
 
-PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page}
+PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page, "algorithms.md": algorithms_page}
 
 
 def main() -> None:

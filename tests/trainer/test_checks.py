@@ -1,3 +1,4 @@
+import inspect
 import math
 from typing import get_args
 
@@ -6,15 +7,22 @@ import pytest
 from generator.link import KvCache, PushMode
 from tests.trainer.configs import tiny_config
 from trainer import learner_setup
-from trainer.advantages import ADVANTAGES
-from trainer.aggregation import AGGREGATIONS
+from trainer.algorithm import combinations
+from trainer.algorithm.advantages import ADVANTAGES
+from trainer.algorithm.aggregation import AGGREGATIONS
+from trainer.algorithm.objectives import DIVERGENCES, OBJECTIVES
+from trainer.algorithm.proximal import PROXIMAL_POLICIES
+from trainer.algorithm.ratios import LEVELS
+from trainer.algorithm.regularisers import KL_ESTIMATORS
+from trainer.allowed import AT_LEAST, AT_MOST, BELOW, EXTENSIBLE, POSITIVE, VALUES
 from trainer.batching import Packing
-from trainer.checks import VALUES, ConfigError, all_keys, check, get
+from trainer.checks import ConfigError, all_keys, check, get
 from trainer.config import Config
-from trainer.corrections import CORRECTIONS
 from trainer.help import config_groups, field_comments, rows
-from trainer.objectives import OBJECTIVES, PROXIMAL_POLICIES
 from weight_sync.verification import VerifyWord
+
+GSPO = {"algorithm.objective": "gspo", "algorithm.proximal": "behaviour", "algorithm.correction.weight": "none"}
+REINFORCE = {"algorithm.objective": "reinforce"}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +32,29 @@ from weight_sync.verification import VerifyWord
         ({"weight_sync.timeout": math.inf}, ["weight_sync.timeout=inf", "finite"]),
         ({"steps": 0}, ["`steps=0`", "at least 1"]),
         ({"algorithm.objective": "ppo_clp"}, ["did you mean `ppo_clip`"]),
-        ({"algorithm.correction": "none"}, ["importance ratio", "allow_uncorrected"]),
+        ({"algorithm.correction.weight": "none"}, ["importance ratio", "allow_uncorrected"]),
+        (REINFORCE | {"algorithm.correction.weight": "none"}, ["importance ratio", "allow_uncorrected"]),
         ({"algorithm.proximal": "behaviour"}, ["twice"]),
+        (GSPO | {"algorithm.correction.mask": "token"}, ["mask_high"]),
+        (
+            GSPO | {"algorithm.correction.mask": "token", "algorithm.correction.mask_high": 2.0},
+            ["correction.mask=token", "twice"],
+        ),
+        ({"algorithm.objective": "gspo"}, ["no effect", "algorithm.proximal=behaviour"]),
+        (REINFORCE | {"algorithm.proximal": "log_linear"}, ["one of them is missing"]),
+        ({"algorithm.clip_low": 1.0}, ["algorithm.clip_low=1", "null"]),
+        ({"algorithm.clip_high": -0.1}, ["algorithm.clip_high=-0.1", "at least 0"]),
+        ({"algorithm.clip_dual": 0.5}, ["algorithm.clip_dual", "above 1"]),
+        (GSPO | {"algorithm.objective": "cispo", "algorithm.clip_dual": 3.0}, ["no effect", "ppo_clip and gspo"]),
+        ({"algorithm.correction.weight_high": math.inf}, ["weight_high=inf", "finite"]),
+        ({"algorithm.correction.weight_high": 0.5}, ["weight_high=0.5", "ratio 1 between"]),
+        ({"algorithm.filter.overlong_buffer": 999}, ["overlong_buffer=999"]),
+        ({"algorithm.proximal": "recomputed"}, ["not built yet", "log_linear"]),
+        ({"algorithm.correction.second_moment": 0.04}, ["not built yet", "second_moment"]),
+        ({"algorithm.kl.coefficient": 0.1}, ["not built yet", "reference model"]),
+        ({"algorithm.objective": "nowhere.at.all"}, ["algorithm.objective", "'nowhere'"]),
+        ({"algorithm.objective": "math.exp"}, ["algorithm.objective=math.exp", "(batch, proximal,"]),
+        ({"algorithm.advantage": "math.pi"}, ["algorithm.advantage=math.pi", "(statistics)"]),
         ({"sampling.temperature": 0.0}, ["greedy"]),
         ({"sampling.top_p": 0.9}, ["sampling.top_p"]),
         ({"sampling.stop": [""]}, ["sampling.stop", "at least one character"]),
@@ -36,10 +65,10 @@ from weight_sync.verification import VerifyWord
         (
             {
                 "sampling.repetition_penalty": 1.1,
-                "algorithm.correction": "none",
+                "algorithm.correction.weight": "none",
                 "algorithm.allow_uncorrected": True,
             },
-            ["`sampling.repetition_penalty`", "algorithm.correction=token_truncate"],
+            ["`sampling.repetition_penalty`", "algorithm.correction.weight=token"],
         ),
         ({"sampling.group_size": 1}, ["group_size=1"]),
         ({"engine.max_model_len": 8}, ["no room for a prompt"]),
@@ -68,7 +97,20 @@ def test_pushes_are_proven_by_a_word_or_by_a_number(verify):
 
 
 def test_uncorrected_training_is_possible_when_asked_for_by_name():
-    check(tiny_config({"algorithm.correction": "none", "algorithm.allow_uncorrected": True}))
+    check(tiny_config({"algorithm.correction.weight": "none", "algorithm.allow_uncorrected": True}))
+
+
+@pytest.mark.parametrize("key", ["clip_low", "clip_high", "correction.weight_high"])
+def test_a_bound_that_is_null_does_not_bind(key):
+    check(tiny_config({f"algorithm.{key}": None}))
+
+
+def test_one_rollout_a_prompt_is_enough_for_an_advantage_that_compares_with_the_batch():
+    check(tiny_config({"sampling.group_size": 1, "algorithm.advantage": "reinforce_pp"}))
+
+
+def test_a_part_of_the_algorithm_may_be_the_users_own_function():
+    check(tiny_config({"algorithm.aggregation": "tests.trainer.algorithm.test_loss.sum_of_losses"}))
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
@@ -78,10 +120,9 @@ def test_penalties_on_the_response_alone_are_possible_where_no_rollout_is_submit
 
 
 def test_every_checked_key_exists_and_its_default_is_allowed():
-    keys = all_keys()
-    for key, allowed in VALUES.items():
-        assert key in keys
-        assert get(Config(), key) in allowed
+    for key, words in VALUES.items():
+        assert get(Config(), key) in words
+    assert {*EXTENSIBLE, *AT_LEAST, *POSITIVE, *BELOW, *AT_MOST} <= set(all_keys())
 
 
 @pytest.mark.parametrize(
@@ -92,8 +133,11 @@ def test_every_checked_key_exists_and_its_default_is_allowed():
         ("algorithm.advantage", ADVANTAGES),
         ("algorithm.objective", OBJECTIVES),
         ("algorithm.proximal", PROXIMAL_POLICIES),
-        ("algorithm.correction", CORRECTIONS),
+        ("algorithm.correction.weight", LEVELS),
+        ("algorithm.correction.mask", LEVELS),
         ("algorithm.aggregation", AGGREGATIONS),
+        ("algorithm.divergence", DIVERGENCES),
+        ("algorithm.kl.estimator", KL_ESTIMATORS),
         ("learner.packing", get_args(Packing)),
         ("weight_sync.mode", get_args(PushMode)),
         ("weight_sync.kv_cache", get_args(KvCache)),
@@ -102,6 +146,19 @@ def test_every_checked_key_exists_and_its_default_is_allowed():
 )
 def test_the_words_that_a_key_may_take_are_those_that_the_code_behind_it_knows(key, words):
     assert sorted(VALUES[key]) == sorted(words)
+
+
+def test_the_parts_that_combinations_are_checked_for_are_ones_that_exist():
+    assert set(combinations.GROUP_RELATIVE) < set(ADVANTAGES)
+    assert set(combinations.NEEDS_RATIO) < set(OBJECTIVES)
+    assert set(combinations.READS_CLIP_DUAL) < set(OBJECTIVES)
+
+
+def test_a_function_of_the_users_is_called_with_what_the_built_in_ones_are_called_with():
+    registries = (ADVANTAGES, OBJECTIVES, LEVELS, LEVELS, AGGREGATIONS)
+    for (key, arguments), registry in zip(EXTENSIBLE.items(), registries, strict=True):
+        for choice in registry.values():
+            assert len(inspect.signature(choice.function).parameters) == len(arguments), key
 
 
 def test_the_words_that_a_key_may_take_are_all_named_in_its_meaning():

@@ -26,7 +26,7 @@ def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         if isinstance(value, dict) and prefix + name != "data.options":
             yield from leaves(value, f"{prefix}{name}.")
-        else:
+        elif name != "defaults":  # the options of other groups that a file chooses
             yield prefix + name, value
 
 
@@ -46,6 +46,24 @@ def test_a_recipe_s_file_for_one_hardware_says_only_what_differs_from_the_recipe
     assert [key for key, value in leaves(yaml.safe_load(path.read_text())) if get(plain, key) == value] == []
 
 
+@pytest.mark.parametrize("preset", config_groups()["algorithm"])
+def test_a_preset_is_taken_whole_whatever_the_recipe_would_choose_or_says_what_of_it_is_not_built_yet(preset):
+    overrides = ["recipe=ci_tiny", f"algorithm={preset}"]
+    if preset in ("decoupled_ppo", "m2po"):
+        with pytest.raises(ConfigError, match="not built yet"):
+            compose_config(overrides)
+        return
+    algorithm = compose_config(overrides).algorithm
+    said = list(leaves(yaml.safe_load((CONFIGS / "algorithm" / f"{preset}.yaml").read_text())))
+    assert [(key, get(algorithm, key)) for key, _ in said] == said
+
+
+@pytest.mark.parametrize("recipe", config_groups()["recipe"])
+def test_a_recipe_learns_by_the_preset_that_it_was_tuned_with(recipe):
+    algorithm = compose_config([f"recipe={recipe}"]).algorithm
+    assert algorithm == compose_config(["recipe=ci_tiny", "algorithm=grpo_token_mean"]).algorithm
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -62,6 +80,8 @@ def test_a_recipe_s_file_for_one_hardware_says_only_what_differs_from_the_recipe
         (["recipe=ci_tiny", "optimizer=3"], ["`optimizer` holds several keys", "`optimizer.learning_rate`"]),
         (["recipe=ci_tiny", "weight_sync=keep"], ["`weight_sync` holds several keys", "`weight_sync.mode`"]),
         (["recipe=ci_tiny", "algorithm=gpro"], ["algorithm=gpro", "did you mean `grpo`"]),
+        (["recipe=ci_tiny", "algorithm.correction=none"], ["several keys", "`algorithm.correction.weight`"]),
+        (["recipe=ci_tiny", "algorithm.correction_cap=3"], ["`algorithm.correction_cap` is not a key"]),
         (["recipe=ci_tiny", "sampling.bad_words=[x]"], ["`sampling.bad_words` is not supported", "tokenizer"]),
         (["recipe=ci_tiny", "+sampling.structured_outputs=x"], ["grammar", "weight_sync.mode=abort"]),
         (["recipe=ci_tiny", "sampling.n=4"], ["sampling.group_size"]),

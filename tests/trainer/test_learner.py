@@ -16,7 +16,7 @@ from tests.tiny import learner_spec
 from trainer.batching import TrainRollout
 from trainer.config import LearnerConfig, OptimizerConfig
 from trainer.learner import Learner, NonFiniteError
-from trainer.learner_setup import LearnerSpec, deepspeed_config, learning_rate_at
+from trainer.learner_setup import LearnerSpec
 
 VOCABULARY = 23
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2)
@@ -264,7 +264,7 @@ def test_metrics_are_those_of_the_whole_batch_however_it_was_split(results):
     for other in others:
         assert {k: other[k] for k in exact} == pytest.approx({k: first[k] for k in exact}, rel=1e-4, abs=1e-6)
     assert first["tokens/trained"] == sum(sum(r.loss_mask) for r in batch(0))
-    assert first["rollouts/without_signal"] == sum(not r.contributes for r in batch(0))
+    assert first["rollouts/without_signal"] == sum(r.advantage == 0 or not any(r.loss_mask) for r in batch(0))
 
 
 @pytest.mark.engine
@@ -310,18 +310,6 @@ def test_bfloat16_keeps_float32_master_weights_so_that_small_steps_add_up(result
     # Steps of 2e-5 are below half a unit in the last place of most weights: without master weights nearly all round
     # away.
     assert distance(results[1]["bfloat16"], results[1]["float32"], start) < 0.5
-
-
-def test_the_learning_rate_warms_up_linearly_and_then_stays():
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
-    assert [learning_rate_at(step, config) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate_at(0, OptimizerConfig(learning_rate=1.0)) == 1.0
-
-
-def test_bfloat16_never_uses_the_stage_that_accumulates_gradients_in_bfloat16():
-    bfloat16 = deepspeed_config(learner_spec("m", dtype="bfloat16", learner=LearnerConfig(zero_stage=0)))
-    assert bfloat16["zero_optimization"]["stage"] == 1
-    assert bfloat16["data_types"]["grad_accum_dtype"] == "fp32"
 
 
 @pytest.mark.engine

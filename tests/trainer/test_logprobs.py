@@ -49,6 +49,36 @@ def test_the_entropy_carries_no_gradient():
     assert not chunked_logprobs(hidden, weight, None, targets, 1.0, 3)[1].requires_grad
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_entropy_carries_the_gradient_of_the_plain_computation_where_it_is_asked_to(temperature, chunk):
+    hidden, weight, bias, targets, upstream = inputs()
+    leaves = [hidden, weight, bias]
+    expected_logprobs, expected_entropy = plain(hidden, weight, bias, targets, temperature)
+    expected = torch.autograd.grad((expected_entropy * upstream + 0.3 * expected_logprobs).sum(), leaves)
+    logprobs, entropy = chunked_logprobs(hidden, weight, bias, targets, temperature, chunk, entropy_gradient=True)
+    gradients = torch.autograd.grad((entropy * upstream + 0.3 * logprobs).sum(), leaves)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_both_outputs_pass_a_numerical_check_of_their_gradients():
+    hidden, weight, bias, targets, _ = inputs(tokens=4)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: chunked_logprobs(*leaves, targets, 0.7, 3, entropy_gradient=True), (hidden, weight, bias)
+    )
+
+
+def test_a_token_without_any_probability_leaves_the_gradient_of_the_entropy_finite():
+    hidden, weight, _, targets, _ = inputs(bias=False)
+    bias = torch.zeros(11, dtype=torch.float64)
+    bias[3] = -torch.inf
+    _, entropy = chunked_logprobs(hidden, weight, bias, targets.clamp(max=2), 1.0, 4, entropy_gradient=True)
+    entropy.sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
+
+
 def test_no_token_gives_zero_gradients_so_that_every_rank_can_take_part():
     hidden, weight, _, targets, _ = inputs(tokens=0, bias=False)
     logprobs, entropy = chunked_logprobs(hidden, weight, None, targets, 1.0, 4)
