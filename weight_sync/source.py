@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weight_sync.manifest import Manifest, abridged
+from weight_sync.snapshot import Share
 
 
 class NonFiniteWeightError(ValueError):
@@ -103,6 +104,19 @@ class DeepSpeedSource:
         if bad:
             raise NonFiniteWeightError(f"{len(bad)} of {len(named)} weights are not finite: {abridged(bad)}")
 
+    def shares(self, rank: int, ranks: int) -> Iterator[Share]:
+        """What of each weight this one of ``ranks`` compares, in the order of the metadata. No collective.
+
+        With ZeRO-3 its own partition, else an equal slice of the weight, which every rank holds whole.
+        """
+        for _, tensor in self._tensors():
+            if _is_partitioned(tensor):
+                yield _partition(tensor)
+            else:
+                flat = tensor.detach().flatten()
+                start, end = (len(flat) * edge // ranks for edge in (rank, rank + 1))
+                yield Share(start, flat[start:end])
+
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor with its wire name: the one order that metadata and iteration share."""
         module = self._module
@@ -157,15 +171,18 @@ def _full_shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a weight that this rank holds; of a ZeRO-3 partition without its uninitialised padding."""
-    if not _is_partitioned(tensor):
-        return tensor.detach()
+    """The elements of a weight that this rank holds."""
+    return _partition(tensor).elements if _is_partitioned(tensor) else tensor.detach()
+
+
+def _partition(tensor: torch.Tensor) -> Share:
+    """This rank's ZeRO-3 partition of a weight, without its uninitialised padding."""
     import deepspeed
 
     parameter: Any = tensor
     partition = parameter.ds_tensor.detach().flatten()
     start = deepspeed.comm.get_rank(group=parameter.ds_process_group) * partition.numel()
-    return partition[: max(0, min(partition.numel(), parameter.ds_numel - start))]
+    return Share(start, partition[: max(0, min(partition.numel(), parameter.ds_numel - start))])
 
 
 def _gather(bucket: list[tuple[str, torch.Tensor]]) -> AbstractContextManager[Any]:

@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from weight_sync.delta import Patch
 from weight_sync.group import free_port
+from weight_sync.manifest import Manifest
+from weight_sync.snapshot import Snapshot
 from weight_sync.source import DeepSpeedSource, NonFiniteWeightError
 
 pytestmark = pytest.mark.engine
@@ -73,6 +76,7 @@ def _read_around_a_step(rank: int, stage: int) -> dict[str, Any]:
         source.begin_pass()
     source.finish_pass()
     again = _copied(source)
+    few = _few_changes(engine, source, rank, stage)
 
     bias = engine.module.model["inner"].bias
     with deepspeed.zero.GatheredParameters(bias, modifier_rank=0, enabled=stage == 3):
@@ -83,7 +87,29 @@ def _read_around_a_step(rank: int, stage: int) -> dict[str, Any]:
     except NonFiniteWeightError as error:
         complaint = str(error)
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
-    return {"before": before, "after": after, "again": again, "declared": declared, "complaint": complaint}
+    return {"before": before, "after": after, "again": again, "declared": declared, "complaint": complaint, **few}
+
+
+def _few_changes(engine: Any, source: DeepSpeedSource, rank: int, stage: int) -> dict[str, Any]:
+    """What the two ranks' snapshots find when a few elements change, and the weights then."""
+    import deepspeed
+
+    snapshot, manifest = Snapshot(rank, 2), source.manifest()
+    snapshot.take(1, manifest, source.shares(rank, 2))
+    embed, inner = engine.module.model["embed"].weight, engine.module.model["inner"].weight
+    with deepspeed.zero.GatheredParameters([embed, inner], modifier_rank=0, enabled=stage == 3):
+        embed.data[0, 1], embed.data[6, 4], inner.data[2, 3] = 0.5, -0.5, 0.25
+    delta = snapshot.find(1, manifest, source.shares(rank, 2))
+    assert delta is not None
+    snapshot.advance(2)
+    nothing = snapshot.find(2, manifest, source.shares(rank, 2))
+    assert nothing is not None
+    return {
+        "changed": delta.changed,
+        "delta": delta.tensors,
+        "changed_since": nothing.changed,
+        "moved": _copied(source),
+    }
 
 
 def _copied(source: DeepSpeedSource) -> dict[str, torch.Tensor]:
@@ -118,6 +144,20 @@ def test_a_pass_cut_short_on_one_rank_leaves_the_next_one_whole(results, stage):
         reading = results[rank][stage]
         assert all(torch.equal(tensor, reading["after"][name]) for name, tensor in reading["again"].items())
         assert list(reading["again"]) == list(reading["after"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_changed_in_the_shares_of_both_ranks_comes_together_on_the_first(results, stage):
+    first, second = (results[rank][stage] for rank in range(2))
+    assert first["changed"] == second["changed"] == (2, 1, 0)
+    assert first["changed_since"] == second["changed_since"] == (0, 0, 0)
+    assert second["delta"] == ()
+    rows = first["declared"]
+    whole = Manifest.from_wire([r[0] for r in rows], ["bfloat16"] * len(rows), [r[2] for r in rows])
+    held = {name: tensor.clone() for name, tensor in first["again"].items()}
+    patch = Patch(held, whole, first["changed"])
+    patch.load(list(zip(patch.manifest.names, first["delta"], strict=True)))
+    assert all(torch.equal(held[name], tensor) for name, tensor in first["moved"].items())
 
 
 @pytest.mark.parametrize("stage", STAGES)
