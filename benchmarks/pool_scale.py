@@ -130,6 +130,10 @@ class LightEngine:
     async def load(self, *arguments: Any) -> None:
         self._engines.calls += 1
 
+    async def swap(self, version: int) -> None: ...
+
+    async def prompt_logprobs(self, sequences: Any) -> None: ...
+
     async def confirm(self, *arguments: Any) -> None:
         self._engines.calls += 1
 

@@ -73,6 +73,9 @@ class RayEngine:
         interrupted: int = await self._call("pause", self._step_timeout + drain, mode, kv_cache)
         return interrupted
 
+    async def swap(self, version: int) -> None:
+        await self._call("swap", self._step_timeout, version)
+
     async def confirm(self, version: int, manifest: Manifest) -> None:
         await self._call("confirm", self._step_timeout, version, manifest)
 

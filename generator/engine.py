@@ -347,11 +347,18 @@ class Engine(WeightReceiver):
             raise EngineLostError(f"{self.name} cannot serve: it is {self._leaving}")
 
     async def start_weight_update(self) -> None:
-        """Prepare the model for new weights. Raises :class:`EngineError` unless the engine is paused."""
+        """Prepare for new weights. Raises :class:`EngineError` unless the engine is paused, or they are staged."""
         async with self._turn:
-            if not self._paused:
+            if not self._paused and not self._staging:
                 raise EngineError(f"{self.name}: a weight update was started, but the engine is not paused")
             await super().start_weight_update()
+
+    async def swap(self, version: int) -> None:
+        """Put the staged weights of ``version`` into the model. Raises :class:`EngineError` unless it is paused."""
+        async with self._turn:
+            if not self._paused:
+                raise EngineError(f"{self.name}: staged weights were to be swapped in, but the engine is not paused")
+            await self.finish_weight_update(str(version))
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Log-probabilities at temperature 1 of every token but the first, under the weights that the engine holds.

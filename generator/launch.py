@@ -104,6 +104,7 @@ def build_llm(settings: EngineSettings) -> AsyncLLM:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=settings.transfer_backend),
+        "worker_extension_cls": "weight_sync.worker.WorkerExtension",
     }
     optional = {
         "kv_cache_memory_bytes": settings.kv_cache_bytes,

@@ -79,6 +79,10 @@ class EngineLink(Protocol):
         """Close the gate and stop generation; the number of requests that were running or waiting."""
         ...
 
+    async def swap(self, version: int) -> None:
+        """While paused: put the staged weights of ``version`` into the model."""
+        ...
+
     async def confirm(self, version: int, manifest: Manifest) -> None:
         """Raise unless ``version`` has arrived completely, as ``manifest`` lists it."""
         ...

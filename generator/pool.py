@@ -145,6 +145,10 @@ class EnginePool:
         mode, kv_cache = self.settings.mode, self.settings.kv_cache
         self.interrupted = sum(await all_of(slot.link.pause(mode, kv_cache) for slot in self._members))
 
+    async def swap(self, version: int) -> None:
+        """Every engine puts the staged weights of ``version`` into its model."""
+        await all_of(slot.link.swap(version) for slot in self._members)
+
     async def confirm(self, version: int, manifest: Manifest) -> None:
         """Every engine confirms that it holds ``version``, complete by ``manifest``."""
         await all_of(slot.link.confirm(version, manifest) for slot in self._members)

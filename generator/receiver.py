@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from generator.link import EngineError
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
     from weight_sync.manifest import Manifest
 
 
+STAGED_POLL_SECONDS = 0.01
+"""Between two questions whether a staged update has arrived; vLLM answers between two steps of generation."""
+
+
 class WeightReceiver:
     """The methods that the learner calls during a push. A base class, because the methods of an actor are one object's.
 
@@ -20,8 +26,12 @@ class WeightReceiver:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._staging = False
+        """Whether updates arrive beside the model, while it computes. The learner's handshake says so."""
+        self._open = False
+        """From the start of an update until it is complete or given up."""
         self._updating = False
-        """From the start of an update until it is complete: the model may hold half of each version."""
+        """From the first change of the model until an update is complete: it may hold half of each version."""
         self._received: Manifest | None = None
 
     @property
@@ -31,27 +41,44 @@ class WeightReceiver:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """vLLM's weight-transfer handshake; a new group replaces the one of an earlier handshake."""
+        await self._give_up_open_update()
+        self._staging = request.init_info.get("staging") is not None
         await self.llm.shutdown_weight_transfer_engine()
         await self.llm.init_weight_transfer_engine(request)
 
     async def start_weight_update(self) -> None:
-        """Prepare the model for new weights."""
-        self._updating, self._received = True, None
+        """Prepare the model for new weights; with staging, prepare for weights beside the model."""
+        await self._give_up_open_update()
+        self._open, self._received = True, None
+        self._updating = self._updating or not self._staging
         await self.llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
-        """Receive the weights that ``request`` announces."""
+        """Receive the weights that ``request`` announces. With staging they are not yet in the model then."""
         # Not at the top: it imports torch, and an engine's core must be on its way before anything slow is imported.
         from weight_sync.manifest import Manifest
 
         await self.llm.update_weights(request)
+        while self._staging and not all(await self.llm.collective_rpc("weight_update_staged")):  # noqa: ASYNC110
+            await asyncio.sleep(STAGED_POLL_SECONDS)
         info = request.update_info
         self._received = Manifest.from_wire(info["names"], info["dtype_names"], info["shapes"])
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Load what was received into the running model and label it."""
+        self._updating = True
         await self.llm.finish_weight_update(weight_version)
-        self._updating = False
+        self._updating = self._open = False
+
+    async def _give_up_open_update(self) -> None:
+        """Leave an update that nobody finished: another engine failed it, or a pause did that came before its swap."""
+        if not self._open:
+            return
+        self._open = False
+        from weight_sync.client import UpdateRequest
+
+        with suppress(Exception):  # the expected answer; a dead vLLM says so again at the next call
+            await self.llm.update_weights(UpdateRequest({"abandoned": "another update begins"}))
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
         """Confirm that ``version`` arrived completely: the names, dtypes and shapes that ``manifest`` lists.

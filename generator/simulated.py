@@ -68,10 +68,13 @@ class SimulatedEngine:
         self.version: int | None = None
         self.held: int | None = None
         """The version of the weights, served or not."""
+        self._staged: tuple[int, Manifest] | None = None
+        """What has arrived beside them."""
         self.refuse_start = refuse_start
         self.wrong_version: int | None = None
         """What the engine takes every version for that it is sent, if set."""
         self.refuse_weights = False
+        self.refuse_swap = False
         self.logprob_error = 0.0
         """What its log-probabilities of given sequences are off by."""
         self.counts: dict[str, int] = {}
@@ -308,11 +311,34 @@ class SimulatedEngine:
         await self._arrive("load")
         if self._serving:
             raise self._broken("got weights while it serves")
+        self._take(version, manifest)
+        await self._travel("load")
+
+    async def stage(self, version: int, manifest: Manifest) -> None:
+        """New weights arrive beside those that it holds."""
+        await self._arrive("stage")
+        if self.refuse_weights:
+            raise self._broken("refuses weights")
+        self._staged = version, manifest
+        await self._travel("stage")
+
+    async def swap(self, version: int) -> None:
+        await self._arrive("swap")
+        if self._serving:
+            raise self._broken("was to swap weights while it serves")
+        if self._staged is None or self._staged[0] != version:
+            raise self._broken(f"was to swap in version {version} and has {self._staged} staged")
+        if self.refuse_swap:
+            raise self._broken("swaps nothing in")
+        self._take(*self._staged)
+        self._staged = None
+        await self._travel("swap")
+
+    def _take(self, version: int, manifest: Manifest) -> None:
         if self.refuse_weights:
             raise self._broken("refuses weights")
         self.held = version if self.wrong_version is None else self.wrong_version
         self._manifest = manifest
-        await self._travel("load")
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
         await self._arrive("confirm")

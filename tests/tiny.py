@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,12 @@ from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
 
+if TYPE_CHECKING:
+    from weight_sync.staging import StagingDevice
+
 VOCABULARY = 97
+CONTEXT = 200
+"""Tokens of the engine that the tests of pushes share."""
 BUCKET_BYTES = 50_000
 """Of a push: the tiny model travels in several."""
 
@@ -126,27 +131,51 @@ class LoopClient:
 class ModuleLearner:
     """The learner's side of the push protocol over plain modules: ``model`` is what the next push sends.
 
-    ``sent``: what is sent in its place by a learner with a defect.
+    ``sent``: what is sent in its place by a learner with a defect. ``staging``: where the engine holds it until a swap.
+    ``deltas``: only what changed is sent, as long as ``model`` stays the same object.
     """
 
-    def __init__(self, model: torch.nn.Module, engine: Any, sent: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        engine: Any,
+        sent: torch.nn.Module | None = None,
+        staging: StagingDevice | None = None,
+        deltas: bool = False,
+    ) -> None:
         self.model = model
+        self._deltas = deltas
+        self._staging = staging
         self._sent = sent
         self._engine = engine
         self._sender: WeightSender | None = None
         self._connected: torch.nn.Module | None = None
 
-    async def prepare(self) -> Any:
+    async def prepare(self, base: int | None = None) -> Any:
         """Connect if ``model`` is another one than last time, and say what will be sent."""
         if self._sender is None or self._connected is not self.model:
             if self._sender is not None:
                 self._sender.close()
             self._connected = self.model
-            client = LoopClient(self._engine, asyncio.get_running_loop())
-            source = DeepSpeedSource(self._sent or self.model, bucket_bytes=BUCKET_BYTES)
-            self._sender = WeightSender(source, backend="gloo", bucket_bytes=BUCKET_BYTES, timeout=120.0)
-            await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
-        return self._sender.prepare()
+            self._sender = WeightSender(
+                self._source(),
+                backend="gloo",
+                bucket_bytes=BUCKET_BYTES,
+                timeout=120.0,
+                staging=self._staging,
+                deltas=self._deltas,
+            )
+            await self.connect()
+        return self._sender.prepare(base)
+
+    async def connect(self) -> None:
+        """Build a group with the engine; again after a failure, which ends the old one."""
+        assert self._sender is not None
+        client = LoopClient(self._engine, asyncio.get_running_loop())
+        await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
+
+    def _source(self) -> DeepSpeedSource:
+        return DeepSpeedSource(self._sent or self.model, bucket_bytes=BUCKET_BYTES)
 
     async def logprobs(self, sequences: Any) -> list[list[float]]:
         """What ``model`` computes for each sequence: log-probabilities of every token but the first."""
@@ -172,6 +201,9 @@ class OneEngine:
 
     async def close_gate(self) -> None:
         await self.engine.pause(self.mode, self.kv_cache)
+
+    async def swap(self, version: int) -> None:
+        await self.engine.swap(version)
 
     async def confirm(self, version: int, manifest: Any) -> None:
         await self.engine.confirm(version, manifest)

@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight_sync.mode": ("abort", "keep", "wait"),
     "weight_sync.kv_cache": ("recompute", "reuse"),
     "weight_sync.backend": ("auto", "gloo", "nccl"),
+    "weight_sync.staging_device": ("auto", "device", "host"),
     "weight_sync.verify": ("none", "first", "every"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
@@ -90,6 +91,7 @@ AT_LEAST: dict[str, float] = {
     "engine.rollout_tries": 1,
     "engine.max_restarts": 0,
     "weight_sync.bucket_mib": 1,
+    "weight_sync.dense_every": 0,
     "weight_sync.verify": 1,
     "rewarding.workers": 1,
     "engine.kv_cache_mib": 0,

@@ -23,6 +23,7 @@ from trainer.placement import (
     engine_room,
     engine_settings,
     pool_settings,
+    staging_device,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -104,6 +105,8 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,
+        staging=staging_device(config),
+        deltas=sync.delta,
     )
 
 
@@ -156,6 +159,9 @@ def _parts(
             connect=lambda: connect(config, learner, engines),
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
             verification=_verification(config, inputs),
+            staged=config.weight_sync.staging,
+            deltas=config.weight_sync.delta,
+            dense_every=config.weight_sync.dense_every,
         ),
         admission=Admission(
             batch_prompts=config.batch.prompts,

@@ -153,6 +153,10 @@ class WeightSyncConfig:
     kv_cache: str = "recompute"  # mode keep: recompute the frozen requests' KV cache under new weights, or reuse it
     backend: str = "auto"  # auto, gloo, nccl
     bucket_mib: int = 25  # packed bytes that travel in one collective
+    staging: bool = False  # weights travel while engines generate, and are swapped in in a pause
+    staging_device: str = "auto"  # where they wait: device (ready to compute with), host; auto: device on CPU engines
+    delta: bool = False  # send only the elements that changed in the engines' dtype; needs a copy on both sides
+    dense_every: int = 100  # versions between pushes of all weights where deltas are sent; 0: only where one is needed
     verify: Any = "first"  # pushes that are proven: none, first (since engines joined), every, or n: each n-th too
     timeout: float = 120.0  # seconds each step of a push may take
     drain_timeout: float = 900.0  # mode wait: seconds until running requests must have ended

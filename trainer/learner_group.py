@@ -77,6 +77,8 @@ class LearnerActor:
         backend: str,
         bucket_bytes: int,
         timeout: float,
+        staging: str | None,
+        deltas: bool,
     ) -> None:
         from weight_sync.sender import WeightSender
         from weight_sync.source import DeepSpeedSource
@@ -85,12 +87,19 @@ class LearnerActor:
             dtype = getattr(torch, self._learner.spec.dtype)
             source = DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes)
             self._sender = WeightSender(
-                source, backend=backend, rank=self._learner.rank, bucket_bytes=bucket_bytes, timeout=timeout
+                source,
+                backend=backend,
+                rank=self._learner.rank,
+                bucket_bytes=bucket_bytes,
+                timeout=timeout,
+                staging=staging,
+                deltas=deltas,
+                ranks=self._learner.world_size,
             )
         self._sender.connect(engines, names, workers, address, port)
 
-    def prepare_push(self) -> Manifest:
-        return self._sender.prepare()
+    def prepare_push(self, base: int | None) -> Manifest:
+        return self._sender.prepare(base)
 
     def send_weights(self, version: int, hashed: bool) -> int:
         return self._sender.send(version, hashed)
@@ -171,6 +180,8 @@ class LearnerGroup:
         backend: str,
         bucket_bytes: int,
         transfer_timeout: float,
+        staging: str | None = None,
+        deltas: bool = False,
     ) -> None:
         """Build the transfer group between rank 0 and the engines, again after a failed push.
 
@@ -187,14 +198,19 @@ class LearnerGroup:
             backend,
             bucket_bytes,
             transfer_timeout,
+            staging,
+            deltas,
         )
 
-    async def prepare(self) -> Manifest:
-        """Check on every rank that the weights are finite; the manifest of what will be sent. Disturbs no engine."""
-        return (await self._call("prepare_push"))[0]
+    async def prepare(self, base: int | None = None) -> Manifest:
+        """Check on every rank that the weights are finite; the manifest of what engines will hold. Disturbs none.
+
+        ``base``: the version since which only changes may be sent, see :meth:`weight_sync.sender.WeightSender.prepare`.
+        """
+        return (await self._call("prepare_push", base))[0]
 
     async def send(self, version: int, hashed: bool = False) -> int:
-        """Move the weights into every engine, as ``version``; the bytes of tensors that were sent.
+        """Move the weights into every engine, as ``version``; the bytes of tensors, or of a delta, that were sent.
 
         ``hashed``: engines compare a digest of every tensor, see :meth:`weight_sync.sender.WeightSender.send`.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Literal
 
 from generator.actor import Resources
 from generator.launch import EngineSettings
@@ -33,6 +34,20 @@ def transfer_backend(config: Config) -> str:
     if config.weight_sync.backend != "auto":
         return config.weight_sync.backend
     return "gloo" if device_kind(config) == "cpu" else "nccl"
+
+
+def staging_device(config: Config) -> Literal["device", "host"] | None:
+    """Where staged weights wait; ``None`` without ``weight_sync.staging``.
+
+    ``auto`` is ``device`` on CPU, where it is the same memory, and ``host`` on GPUs, which seldom have room for the
+    model twice.
+    """
+    if not config.weight_sync.staging:
+        return None
+    chosen = config.weight_sync.staging_device
+    if chosen == "auto":
+        return "device" if device_kind(config) == "cpu" else "host"
+    return "device" if chosen == "device" else "host"
 
 
 def prompt_limit(config: Config, model: ResolvedModel) -> int:

@@ -6,33 +6,38 @@ would import all of vLLM into the learner, ten seconds and more of CPU time at e
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
+from weight_sync.background import in_thread
 from weight_sync.buckets import pack, plan_buckets
 from weight_sync.client import Client
+from weight_sync.delta import Delta
 from weight_sync.digest import digest, to_wire
 from weight_sync.group import GlooGroup, TransferGroupError, send_buckets
 from weight_sync.manifest import Manifest, ManifestError
 from weight_sync.source import DeepSpeedSource
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True, kw_only=True)
 class GlooTrainerInitInfo:
-    """Where the sender listens, the size of the whole group, bytes of a bucket, seconds a collective may take."""
+    """Where the sender listens, the size of the whole group, bytes of a bucket, seconds a collective may take.
+
+    ``staging``: where the workers hold an update until it is swapped in, see :mod:`weight_sync.staging`. ``deltas``:
+    whether they keep a copy of what they hold, to be changed by deltas.
+    """
 
     master_address: str
     master_port: int
     world_size: int
     packed_buffer_size_bytes: int
     timeout_seconds: float
+    staging: str | None = None
+    deltas: bool = False
 
 
 class GlooTrainerWeightTransferEngine:
@@ -41,9 +46,12 @@ class GlooTrainerWeightTransferEngine:
     def __init__(self, *, client: Client, source: DeepSpeedSource, init_info: GlooTrainerInitInfo) -> None:
         self.client = client
         self.hashed = False
-        """Whether the next updates carry the digests of their tensors, for the workers to compare."""
+        """Whether the next updates carry the digests of what travels, for the workers to compare."""
+        self.delta: Delta | None = None
+        """What the next update sends in the place of everything."""
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._timeout = init_info.timeout_seconds
+        self._staging = init_info.staging
         self._source = source
         self._group: GlooGroup | None = None
 
@@ -52,8 +60,8 @@ class GlooTrainerWeightTransferEngine:
         """Build the group together with the workers. Raises the first side's error as soon as one side fails."""
         engine = cls(client=client, source=source, init_info=init_info)
         payload = {"rank_offset": 1, **asdict(init_info)}
-        joined = _in_thread(lambda: client.init_weight_transfer_engine(payload))
-        opened = _in_thread(
+        joined = in_thread(lambda: client.init_weight_transfer_engine(payload))
+        opened = in_thread(
             lambda: GlooGroup(
                 init_info.master_address, init_info.master_port, 0, init_info.world_size, init_info.timeout_seconds
             )
@@ -71,7 +79,10 @@ class GlooTrainerWeightTransferEngine:
         return engine
 
     def send_weights(self) -> None:
-        """Announce, broadcast and finish one whole update. After any failure the group is closed for good."""
+        """Announce, broadcast and finish one whole update; a staged one is not finished but swapped in later.
+
+        After any failure the group is closed for good.
+        """
         try:
             self._send()
         except BaseException:
@@ -86,11 +97,10 @@ class GlooTrainerWeightTransferEngine:
     def _send(self) -> None:
         if self._group is None:
             raise TransferGroupError("the transfer group is closed; connect again before the next push")
-        manifest = Manifest.from_metadata(self._source.metadata())
+        manifest, announcement = self._announcement()
         self.client.start_weight_update()
         # The workers receive inside update_weights, so the call runs beside the broadcasts.
-        announcement = manifest.to_wire() | ({"hashed": True} if self.hashed else {})
-        answered = _in_thread(lambda: self.client.update_weights(announcement))
+        answered = in_thread(lambda: self.client.update_weights(announcement))
 
         def check() -> None:
             if answered.done() and (error := answered.exception()) is not None:
@@ -104,15 +114,26 @@ class GlooTrainerWeightTransferEngine:
             check()
             raise
         answered.result(timeout=self._timeout)
-        self.client.finish_weight_update()
+        if self._staging is None:
+            self.client.finish_weight_update()
+
+    def _announcement(self) -> tuple[Manifest, dict[str, Any]]:
+        """What will travel, and what the workers are told: always the whole model, and what of it a delta changes."""
+        whole = Manifest.from_metadata(self._source.metadata())
+        announcement: dict[str, Any] = whole.to_wire() | {"version": self.client.version}
+        if self.hashed:
+            announcement["hashed"] = True
+        if self.delta is None:
+            return whole, announcement
+        return self.delta.manifest, announcement | {"base": self.delta.base, "changed": list(self.delta.changed)}
 
     def _packed(self, manifest: Manifest) -> Iterator[torch.Tensor]:
-        """The buckets of the plan, filled from the source, and behind them the digests if they are asked for.
+        """The buckets of the plan, filled from source or delta, and behind them the digests if they are asked for.
 
         Raises if the source departs from its own metadata.
         """
         digests: list[int] = []
-        stream = iter(self._source)
+        stream = iter(self._source if self.delta is None else zip(manifest.names, self.delta.tensors, strict=True))
         for bucket in plan_buckets(manifest, self._bucket_bytes):
             tensors = []
             for entry in bucket:
@@ -130,7 +151,7 @@ class GlooTrainerWeightTransferEngine:
             yield pack(tensors)
         if (extra := next(stream, None)) is not None:
             raise ManifestError(f"the weight source yielded {extra[0]!r}, which it had not announced")
-        if self.hashed:
+        if digests:
             yield to_wire(digests)
 
 
@@ -138,17 +159,3 @@ def _leave(opened: Future[GlooGroup]) -> None:
     """Close a group that nobody will use: its port and its peers would wait for as long as the error is looked at."""
     if opened.exception() is None:
         opened.result().close()
-
-
-def _in_thread(call: Callable[[], Result]) -> Future[Result]:
-    """Run ``call`` in a daemon thread. An executor's threads would be joined at exit, hanging on a silent peer."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-transfer", daemon=True).start()
-    return future

@@ -73,19 +73,21 @@ class GlooGroup:
         Raises :class:`TransferGroupError` when a peer left or the deadline passed.
         """
         deadline = time.monotonic() + self.timeout
-        while transfer.work is not None and not transfer.work.is_completed():
+        # Another thread may close the group meanwhile, which takes the handle away.
+        while (work := transfer.work) is not None and not work.is_completed():
             check()
             if time.monotonic() > deadline:
                 raise TransferGroupError(f"a peer did not take part in a broadcast for {self.timeout:g} s")
             time.sleep(0.0005)
-        if transfer.work is None:
+        if work is None:
             raise TransferGroupError("the transfer group was closed during a broadcast")
         try:
-            transfer.work.wait()
+            work.wait()
         except RuntimeError as error:
             raise TransferGroupError(f"a peer left the transfer group or fell silent: {error}") from error
         transfer.work = None
-        self._travelling.remove(transfer)
+        if transfer in self._travelling:
+            self._travelling.remove(transfer)
 
     def close(self) -> None:
         """Leave the group; peers that wait for this process fail at once. Safe to call twice."""

@@ -1,9 +1,10 @@
 """The push protocol: how a new policy version gets from the learner into every engine.
 
 The order is connect (only when engines joined or left), prepare, gate, transfer, confirm, verify (where the push is to
-be proven), publish, resume. Up to the transfer the engines still hold the old version whole, so a failure there lets
-them go on with it. From the transfer on they may hold half of each: after a failure nothing is published and the gate
-stays closed until a complete push.
+be proven), publish, resume. A staged push transfers before the gate, while engines generate, and swaps what arrived in
+behind it. Up to the transfer, or the swap, the engines still hold the old version whole, so a failure there lets them
+go on with it. From then on they may hold half of each: after a failure nothing is published and the gate stays closed
+until a complete push.
 
 A push that fails because of an engine costs that engine: it is ended, and the others get the whole version again,
 through a new group. Nothing is ever retried inside a collective, and a group that failed is never used again.
@@ -76,6 +77,7 @@ class Step(Enum):
     PREPARE = "prepare"
     GATE = "gate"
     TRANSFER = "transfer"
+    SWAP = "swap"
     CONFIRM = "confirm"
     VERIFY = "verify"
     PUBLISH = "publish"
@@ -84,7 +86,7 @@ class Step(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A push that succeeded. ``bytes`` is the size of what was sent.
+    """A push that succeeded. ``bytes`` is the size of what was sent, ``dense_bytes`` that of all weights.
 
     ``seconds`` holds one entry a step; ``pause_seconds`` runs from gate to resume. ``canary`` is ``None`` where no
     engine was asked.
@@ -94,21 +96,24 @@ class PushReport:
     bytes: int
     seconds: dict[str, float]
     pause_seconds: float
+    dense_bytes: int
     canary: CanaryReport | None = None
 
 
 class Learner(Protocol):
     """The sending side."""
 
-    async def prepare(self) -> Manifest:
-        """Check the weights, before generation is disturbed, and say what will be sent."""
+    async def prepare(self, base: int | None) -> Manifest:
+        """Check the weights, before generation is disturbed, and say what the engines will hold.
+
+        What is sent may be what changed since version ``base``, which every engine holds; without one it is everything.
+        """
         ...
 
     async def send(self, version: int, hashed: bool) -> int:
-        """Move the weights into every engine; the bytes of tensors that were sent.
+        """Move the weights into every engine, or beside what it serves if pushes are staged; the bytes of tensors sent.
 
-        Returns when every engine has answered that it holds all of them and, if ``hashed``, that each is as it was
-        sent.
+        Returns when every engine has answered that all of them arrived and, if ``hashed``, that each is as it was sent.
         """
         ...
 
@@ -127,6 +132,10 @@ class Engines(Protocol):
 
     async def close_gate(self) -> None:
         """Submit nothing any more and stop what runs; sampled tokens are kept. Repeatable."""
+        ...
+
+    async def swap(self, version: int) -> None:
+        """Have every engine put the staged weights of ``version`` in the place of those that it holds."""
         ...
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
@@ -162,6 +171,8 @@ class Pusher:
     """Runs pushes one at a time. ``timeout`` bounds each step, in seconds; ``clock`` returns seconds.
 
     ``verification`` says which pushes are proven: hashed on both sides, and by a canary before they are published.
+    ``staged`` pushes pause the engines only once the weights have arrived; the learner has to send them so. ``deltas``
+    lets the learner send what changed; every ``dense_every`` versions it sends everything all the same (0: never).
 
     ``connect`` builds the transfer group with the engines of the moment. ``drain_timeout`` is what closing the gate may
     take beside ``timeout``, where requests run to their end first. ``step`` says where the running push stands;
@@ -174,11 +185,16 @@ class Pusher:
     connect: Callable[[], Awaitable[None]] = _nothing_to_connect
     drain_timeout: float = 0.0
     verification: Verification = field(default_factory=Verification)
+    staged: bool = False
+    deltas: bool = False
+    dense_every: int = 0
     clock: Callable[[], float] = time.monotonic
     published: int | None = None
     step: Step = field(default=Step.IDLE, init=False)
     _unproven: bool = field(default=True, init=False)
     """Whether no push was proven since engines joined or left."""
+    _held: int | None = field(default=None, init=False)
+    """The version that every engine holds, byte for byte: the last one, unless something has happened since."""
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     async def push(self, version: int) -> PushReport:
@@ -210,27 +226,44 @@ class Pusher:
         self._seconds = {}
         if self.engines.members_changed:  # before prepare: it is the connection that makes the learner's sender
             await self._within(Step.CONNECT, self.connect)
-            self._unproven = True
+            self._unproven, self._held = True, None
         proven = self.verification.wanted(version, self._unproven)
-        manifest, expected = await self._within(Step.PREPARE, lambda: self._prepare(proven))
+        base, self._held = self._base(version), None
+        manifest, expected = await self._within(Step.PREPARE, lambda: self._prepare(base, proven))
+        sent = await self._transfer(version, base, proven, manifest) if self.staged else 0
         paused_at = self.clock()
         await self._within(Step.GATE, self.engines.close_gate, self.drain_timeout)
-        sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version, proven))
-        if sent != manifest.total_bytes:
-            raise PushError("transfer", f"{sent} bytes were sent, the manifest lists {manifest.total_bytes}")
+        if self.staged:
+            await self._within(Step.SWAP, lambda: self.engines.swap(version))
+        else:
+            sent = await self._transfer(version, base, proven, manifest)
         await self._within(Step.CONFIRM, lambda: self.engines.confirm(version, manifest))
         canary = await self._within(Step.VERIFY, lambda: self._verify(expected)) if proven else None
         async with self._timed(Step.PUBLISH):
             self.engines.publish(version)
-            self.published = version
+            self.published = self._held = version
         self._unproven = self._unproven and not proven
         await self._within(Step.RESUME, self.engines.resume)
-        return PushReport(version, sent, dict(self._seconds), self.clock() - paused_at, canary)
+        pause_seconds = self.clock() - paused_at
+        return PushReport(version, sent, dict(self._seconds), pause_seconds, manifest.total_bytes, canary)
 
-    async def _prepare(self, proven: bool) -> tuple[Manifest, Logprobs]:
-        """What will be sent and, for a canary, what the learner computes with it."""
-        manifest = await self.learner.prepare()
+    def _base(self, version: int) -> int | None:
+        """What the push of ``version`` may send the changes to; ``None`` where it must send everything."""
+        if not self.deltas or (self.dense_every and version % self.dense_every == 0):
+            return None
+        return self._held
+
+    async def _prepare(self, base: int | None, proven: bool) -> tuple[Manifest, Logprobs]:
+        """What the engines will hold and, for a canary, what the learner computes with it."""
+        manifest = await self.learner.prepare(base)
         return manifest, await self.learner.logprobs(self.verification.sequences) if proven else ()
+
+    async def _transfer(self, version: int, base: int | None, proven: bool, manifest: Manifest) -> int:
+        """Send; the bytes that were sent."""
+        sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version, proven))
+        if sent > manifest.total_bytes or (sent < manifest.total_bytes and base is None):
+            raise PushError("transfer", f"{sent} bytes were sent, the manifest lists {manifest.total_bytes}")
+        return sent
 
     async def _verify(self, expected: Logprobs) -> CanaryReport | None:
         """Raise :class:`weight_sync.canary.CanaryError` unless engines compute what the learner does."""
@@ -238,7 +271,7 @@ class Pusher:
         return compare(expected, answers, self.verification.dtype)
 
     async def _go_on(self, failure: BaseException) -> None:
-        """Open the gates again if nothing was sent yet: every engine then still holds the old version whole."""
+        """Open the gates again after a failure to close them: every engine then still holds the old version whole."""
         if self.step is not Step.GATE or self.published is None:
             return
         try:

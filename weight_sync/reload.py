@@ -21,13 +21,19 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from weight_sync.manifest import abridged
+
 
 class LoadError(ValueError):
     """The model refused a tensor that was announced and arrived. Names where it stopped."""
 
 
+class IncompleteUpdateError(RuntimeError):
+    """An update that is not whole: tensors announced or needed are missing. The engine must not serve."""
+
+
 class LayerwiseUpdate:
-    """A reload in progress: :meth:`begin`, :meth:`load` once a bucket, then :meth:`finish` or :meth:`abandon`."""
+    """A reload in progress: :meth:`begin`, :meth:`load` once a bucket, :meth:`loaded`, :meth:`finish`; or abandoned."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model: Any = model  # with the methods of vLLM's models
@@ -55,18 +61,10 @@ class LayerwiseUpdate:
             self._names.add(name)
             yield name, tensor
 
-    def incomplete(self) -> list[str]:
-        """The parameters that no tensor has filled, one line each, by checkpoint name where it is known."""
-        filled = _weights_behind(layer for layer in self._model.modules() if _loaded(layer) > 0)
-        lines: list[str] = []
-        for path, layer in self._model.named_modules():
-            if is_deferred_attention_layer(layer):
-                continue  # its scales are optional and are completed by finalize
-            missing = _expected(layer) - _loaded(layer)
-            if missing <= 0 or (_loaded(layer) == 0 and _weights_behind([layer]) <= filled):
-                continue  # filled, or nothing but other layers' tensors under a second name (a tied head)
-            lines += self._explain(path, layer, missing)
-        return lines
+    def loaded(self) -> None:
+        """There are no more tensors. Raises :class:`IncompleteUpdateError` naming the weights that none has filled."""
+        if missing := self._incomplete():
+            raise IncompleteUpdateError(f"the update leaves weights of the model unfilled: {abridged(missing)}")
 
     def finish(self) -> None:
         """Complete the layers that wait for it, and bring tied output heads up to date."""
@@ -91,6 +89,19 @@ class LayerwiseUpdate:
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
+
+    def _incomplete(self) -> list[str]:
+        """The parameters that no tensor has filled, one line each, by checkpoint name where it is known."""
+        filled = _weights_behind(layer for layer in self._model.modules() if _loaded(layer) > 0)
+        lines: list[str] = []
+        for path, layer in self._model.named_modules():
+            if is_deferred_attention_layer(layer):
+                continue  # its scales are optional and are completed by finalize
+            missing = _expected(layer) - _loaded(layer)
+            if missing <= 0 or (_loaded(layer) == 0 and _weights_behind([layer]) <= filled):
+                continue  # filled, or nothing but other layers' tensors under a second name (a tied head)
+            lines += self._explain(path, layer, missing)
+        return lines
 
     def _explain(self, path: str, layer: torch.nn.Module, missing: int) -> list[str]:
         """Name what is missing in a layer: the parts of a fused one, else its parameters."""

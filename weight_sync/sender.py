@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from weight_sync.client import Client, EngineClient
+from weight_sync.delta import Delta
 from weight_sync.gloo_trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
 from weight_sync.group import free_port
 from weight_sync.manifest import Manifest
 from weight_sync.push import PushError
 from weight_sync.ranks import group_size
+from weight_sync.snapshot import Snapshot
 from weight_sync.source import DeepSpeedSource
 
 logger = logging.getLogger(__name__)
@@ -24,10 +26,22 @@ class WeightSender:
     Lives in every learner rank: rank 0 sends, the others take part in the gathers, so ``prepare`` and ``send`` are
     called on all of them. ``bucket_bytes`` of packed tensors travel in one collective; ``timeout`` bounds, in seconds,
     each collective and each call to an engine. After a failure the group is gone: ``connect`` before the next push.
+    ``staging``: workers hold what arrives, on their device or host, until the engine swaps it in; only over ``gloo``.
+    ``deltas``: keep a copy of what the engines hold, of which each of ``ranks`` has a share, and send what changed;
+    likewise.
     """
 
     def __init__(
-        self, source: DeepSpeedSource, *, backend: str, rank: int = 0, bucket_bytes: int, timeout: float
+        self,
+        source: DeepSpeedSource,
+        *,
+        backend: str,
+        rank: int = 0,
+        bucket_bytes: int,
+        timeout: float,
+        staging: str | None = None,
+        deltas: bool = False,
+        ranks: int = 1,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"no weight transfer backend {backend!r}: weight_sync.backend is gloo or nccl")
@@ -36,6 +50,11 @@ class WeightSender:
         self._rank = rank
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
+        self._staging = staging
+        self._shares = (rank, ranks)
+        self._snapshot = Snapshot(rank, ranks) if deltas else None
+        self._delta: Delta | None = None
+        """What the next push sends, unless that is everything."""
         self._client: Client | None = None
         self._engine: Any = None
 
@@ -64,31 +83,48 @@ class WeightSender:
             raise PushError("connect", error) from error
         self._client = client
 
-    def prepare(self) -> Manifest:
-        """What the next push will send. Raises ``NonFiniteWeightError`` naming the tensors if it must not be sent.
+    def prepare(self, base: int | None = None) -> Manifest:
+        """What the engines will hold. Raises ``NonFiniteWeightError`` naming the tensors if it must not be sent.
 
-        Disturbs no engine. With ZeRO-3 each rank looks at its own partitions: the push may go on when all ranks return.
+        ``base`` is the version that every engine is known to hold: what changed since may be all that is sent. Without
+        one everything is. Disturbs no engine. With ZeRO-3 each rank looks at its own partitions: the push may go on
+        when all ranks return.
         """
         self._source.check_finite()
-        return self._source.manifest()
+        manifest = self._source.manifest()
+        self._delta = None
+        if self._snapshot is not None and base is not None:
+            self._delta = self._snapshot.find(base, manifest, self._source.shares(*self._shares))
+        return manifest
 
     def send(self, version: int, hashed: bool = False) -> int:
-        """Move the weights into every engine, as ``version``; the bytes of tensors that were sent.
+        """Move the weights into every engine, as ``version``; the bytes of tensors, or of a delta, that were sent.
 
-        Returns when all engines hold and have completed them. ``hashed``: their workers compare a digest of every
-        tensor. Over ``nccl`` there is none, because vLLM's workers have no place for it.
+        Returns when all engines hold and have completed them, or have staged them whole. ``hashed``: their workers
+        compare a digest of every tensor. Over ``nccl`` there is none, because vLLM's workers have no place for it.
 
-        Raises :class:`PushError`. The group is then closed, and the engines must not serve before a complete push.
+        Raises :class:`PushError`. The group is then closed, and the engines must not serve before a complete push; with
+        staging they still hold the old version and may.
         """
+        delta, self._delta = self._delta, None
         manifest = self._source.manifest()
-        self._source.begin_pass()
+        if delta is None:
+            self._source.begin_pass()
         try:
             if self._rank == 0:
-                self._send(version, hashed)
+                self._send(version, hashed, delta)
+        except BaseException:
+            if self._snapshot is not None:
+                self._snapshot.version = None
+            raise
         finally:
             # Other ranks wait in the gathers of this pass: it is completed even when sending failed half-way.
             self._source.finish_pass()
-        return manifest.total_bytes
+        if self._snapshot is not None and delta is None:
+            self._snapshot.take(version, manifest, self._source.shares(*self._shares))
+        elif self._snapshot is not None:
+            self._snapshot.advance(version)
+        return manifest.total_bytes if delta is None else delta.manifest.total_bytes
 
     def close(self) -> None:
         """Leave the transfer group. Safe to call twice."""
@@ -96,13 +132,13 @@ class WeightSender:
         if engine is not None:
             engine.shutdown()
 
-    def _send(self, version: int, hashed: bool) -> None:
+    def _send(self, version: int, hashed: bool, delta: Delta | None) -> None:
         if self._engine is None or self._client is None:
             raise PushError("transfer", "there is no transfer group; connect before the push")
         client = self._client
         client.version = version
         if self._backend == "gloo":
-            self._engine.hashed = hashed
+            self._engine.hashed, self._engine.delta = hashed, delta
         try:
             self._bounded(self._engine.send_weights)
         except Exception as error:
@@ -119,7 +155,9 @@ class WeightSender:
             "packed_buffer_size_bytes": self._bucket_bytes,
         }
         if self._backend == "gloo":
-            init_info = GlooTrainerInitInfo(**wire, timeout_seconds=self._timeout)
+            init_info = GlooTrainerInitInfo(
+                **wire, timeout_seconds=self._timeout, staging=self._staging, deltas=self._snapshot is not None
+            )
             return GlooTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=self._source)
 
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory

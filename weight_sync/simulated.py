@@ -15,27 +15,34 @@ MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 
 
 class SimulatedSender:
-    """Has the methods that :class:`weight_sync.push.Pusher` asks of a learner. ``seconds`` is what a transfer takes."""
+    """Has the methods that :class:`weight_sync.push.Pusher` asks of a learner. ``seconds`` is what a transfer takes.
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    ``staging``: what it sends waits in the engines until they are told to swap it in.
+    """
+
+    def __init__(self, seconds: float = 0.0, staging: bool = False) -> None:
         self.seconds = seconds
+        self.staging = staging
         self.members: Sequence[Any] = ()
 
     def connect(self, handles: Sequence[Any]) -> None:
         """From now on the weights go to these :class:`generator.simulated.SimulatedEngine`."""
         self.members = handles
 
-    async def prepare(self) -> Manifest:
+    async def prepare(self, base: int | None = None) -> Manifest:
         return MANIFEST
 
     async def logprobs(self, sequences: Sequences) -> Logprobs:
         return sequence_logprobs(sequences)
 
     async def send(self, version: int, hashed: bool = False) -> int:
-        """Load ``version`` into every member. Raises :class:`PushError` naming the first that failed."""
+        """Load ``version`` into every member, or stage it. Raises :class:`PushError` naming the first that failed."""
         if self.seconds:
             await asyncio.sleep(self.seconds)
-        loads = [engine.load(version, MANIFEST) for engine in self.members]
+        loads = [
+            engine.stage(version, MANIFEST) if self.staging else engine.load(version, MANIFEST)
+            for engine in self.members
+        ]
         results = await asyncio.gather(*loads, return_exceptions=True)
         for engine, result in zip(self.members, results, strict=True):
             if isinstance(result, BaseException):

@@ -19,7 +19,7 @@ from generator.rollout import Rollout
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
-from weight_sync.push import Pusher, PushError, PushReport
+from weight_sync.push import Pusher, PushError, PushReport, Step
 from weight_sync.simulated import SimulatedSender
 from weight_sync.verification import Verification
 
@@ -40,12 +40,14 @@ class World:
     refuse_from: int = 1_000_000
     """Engines from this number on do not start."""
     verification: Verification = field(default_factory=Verification)
+    staged: bool = False
+    """Whether weights travel while engines serve."""
     equipping: bool = True
     """Whether engines that join get the published version at once, as they do in a run."""
 
     def __post_init__(self) -> None:
         self.pool = EnginePool(self._make, self.pool_settings)
-        self.sender = SimulatedSender(seconds=1.0)
+        self.sender = SimulatedSender(seconds=1.0, staging=self.staged)
         drain = 1_000.0 if self.pool_settings.mode == "wait" else 0.0
         self.pusher = Pusher(
             self.sender,
@@ -54,6 +56,7 @@ class World:
             connect=self._connect,
             drain_timeout=drain,
             verification=self.verification,
+            staged=self.staged,
         )
         self.weights = asyncio.Lock()
 
@@ -373,8 +376,17 @@ def test_a_pool_without_engines_is_refused():
 # -- pushes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["refuse_weights", "wrong_version"])
-def test_an_engine_that_fails_a_push_is_quarantined_and_the_others_serve_the_new_version(fault):
+@pytest.mark.parametrize(
+    ("fault", "staged"),
+    [
+        ("refuse_weights", False),
+        ("wrong_version", False),
+        ("refuse_weights", True),
+        ("wrong_version", True),
+        ("refuse_swap", True),
+    ],
+)
+def test_an_engine_that_fails_a_push_is_quarantined_and_the_others_serve_the_new_version(fault, staged):
     async def test(world: World) -> None:
         tasks = [world.generate(4, str(number)) for number in range(4)]
         await asyncio.sleep(5.0)
@@ -390,7 +402,42 @@ def test_an_engine_that_fails_a_push_is_quarantined_and_the_others_serve_the_new
         await asyncio.sleep(60.0)
         assert world.pool.serving == 2
 
-    run(test)
+    run(test, staged=staged)
+
+
+def test_engines_generate_while_the_weights_of_a_staged_push_travel():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(2)]
+        await asyncio.sleep(5.0)
+        world.sender.seconds = 10.0  # a token takes 1 s
+        pushing = asyncio.create_task(world.push(1))
+        sampled = []
+        for _ in range(2):
+            await asyncio.sleep(4.0)
+            sampled.append([(await engine.stats())["generated_tokens"] for engine in world.engines])
+            assert world.pusher.step is Step.TRANSFER
+        assert all(late > early for early, late in zip(*sampled, strict=True))
+        await pushing
+        for task in tasks:
+            rollouts = await task
+            check(rollouts, published=1)
+            assert max(rollout.version_count for rollout in rollouts) == 2
+
+    run(test, staged=True)
+
+
+def test_engines_that_staged_what_another_one_refused_serve_on_meanwhile():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(4)]
+        await asyncio.sleep(5.0)
+        world.engines[0].refuse_weights = True
+        await world.push(1)
+        assert world.engines[1].called["stage"] == 3, "version 0, and version 1 twice"
+        assert world.engines[1].called["pause"] == 2, "once for each version"
+        for task in tasks:
+            check(await task, published=1)
+
+    run(test, staged=True)
 
 
 EVERY = Verification("every", "float32", ((1, 2, 3), (4, 5)))
@@ -429,9 +476,10 @@ def test_engines_with_frozen_requests_are_not_asked_and_their_rollouts_stay_as_t
     run(test, verification=EVERY, pool_settings=pool_settings_for(2, max_running=4, mode="keep"))
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("way", ["die", "kill", "hang"])
 @pytest.mark.parametrize("after", [0.05, 0.15, 0.25, 0.9, 1.25, 1.45, 1.65, 1.75, 1.85, 1.95])
-def test_an_engine_lost_at_any_moment_of_a_push_costs_only_itself(way, after):
+def test_an_engine_lost_at_any_moment_of_a_push_costs_only_itself(way, after, staged):
     async def test(world: World) -> None:
         tasks = [world.generate(4, str(number)) for number in range(4)]
         await asyncio.sleep(5.0)
@@ -446,7 +494,7 @@ def test_an_engine_lost_at_any_moment_of_a_push_costs_only_itself(way, after):
         assert world.pool.serving == 2
         assert world.pool.counts["engines/lost"] == 1
 
-    run(test, verification=EVERY)
+    run(test, verification=EVERY, staged=staged)
 
 
 def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
@@ -475,7 +523,7 @@ def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
 
 def test_a_failure_of_the_learner_costs_no_engine_and_is_not_tried_for_ever():
     async def test(world: World) -> None:
-        async def broken() -> Any:
+        async def broken(base: int | None) -> Any:
             raise RuntimeError("a weight is not finite")
 
         world.sender.prepare = broken

@@ -82,3 +82,20 @@ def test_more_gpus_than_there_are_is_a_configuration_error_that_adds_them_up():
     with pytest.raises(ConfigError, match=r"needs 4 GPUs .* 1 are there"):
         placement.check_resources(gpu, {"GPU": 1.0})
     placement.check_resources(tiny_config(), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "hardware", "expected"),
+    [
+        ({}, "cpu", None),
+        ({"weight_sync.staging_device": "host"}, "cpu", None),
+        ({"weight_sync.staging": True}, "cpu", "device"),
+        ({"weight_sync.staging": True, "weight_sync.staging_device": "host"}, "cpu", "host"),
+        ({"weight_sync.staging": True}, "gpu", "host"),
+        ({"weight_sync.staging": True, "weight_sync.staging_device": "device"}, "gpu", "device"),
+    ],
+)
+def test_staged_weights_wait_where_the_configuration_says_and_else_where_the_memory_is_the_engines_own(
+    changes, hardware, expected
+):
+    assert placement.staging_device(tiny_config(changes, hardware)) == expected

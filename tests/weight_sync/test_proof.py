@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 
 from generator.engine import Engine
-from generator.resume import Sampling
-from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, tiny_llama
+from tests.tiny import CONTEXT, VOCABULARY, ModuleLearner, OneEngine, tiny_llama
 from weight_sync import gloo_trainer
 from weight_sync.buckets import pack
 from weight_sync.canary import TOLERANCES, canary_sequences
@@ -22,31 +19,12 @@ from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.source import DeepSpeedSource
 from weight_sync.verification import Verification
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
-CONTEXT = 200
 EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 LAYERS = [f"model.layers.{number}." for number in range(2)]
 
 versions = itertools.count()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(1).save_pretrained(folder)
-    settings = engine_settings(folder, Sampling(max_tokens=8, temperature=0.0, max_model_len=CONTEXT), running=4)
-    # With it a function can be run in vLLM's worker, to break it.
-    environment = settings.environment | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    engine = Engine(replace(settings, environment=environment))
-    await engine.start()
-    yield engine
-    await engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return tiny_llama(1)
 
 
 async def push(

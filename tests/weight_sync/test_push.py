@@ -10,6 +10,7 @@ from weight_sync.verification import Verification
 
 MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 ORDER = ["prepare", "gate", "transfer", "confirm", "publish", "resume"]
+STAGED = ["prepare", "transfer", "gate", "swap", "confirm", "publish", "resume"]
 
 
 class Script:
@@ -25,6 +26,8 @@ class Script:
         self.published: list[int] = []
         self.sent_bytes = MANIFEST.total_bytes
         self.hashed: list[bool] = []
+        self.bases: list[int | None] = []
+        """What each push was told that the engines hold."""
         self.off_by: dict[str, float | None] = {"engine 0": 0.0, "engine 1": 0.0}
         """How wrong each engine's log-probabilities are; ``None``: it holds frozen requests."""
 
@@ -36,7 +39,8 @@ class Script:
         if step == self.fail_at:
             raise ConnectionError("the cable is out")
 
-    async def prepare(self) -> Manifest:
+    async def prepare(self, base: int | None) -> Manifest:
+        self.bases.append(base)
         await self._do("prepare")
         return MANIFEST
 
@@ -51,6 +55,9 @@ class Script:
 
     async def close_gate(self) -> None:
         await self._do("gate")
+
+    async def swap(self, version: int) -> None:
+        await self._do("swap")
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
         assert manifest == MANIFEST
@@ -238,12 +245,150 @@ async def test_a_version_older_than_the_published_one_is_refused():
 async def test_a_timeout_inside_a_step_is_not_mistaken_for_the_step_s_own_deadline():
     script = Script()
 
-    async def impatient() -> Manifest:
+    async def impatient(base: int | None) -> Manifest:
         raise TimeoutError("the disk is slow")
 
     script.prepare = impatient
     with pytest.raises(PushError, match="the disk is slow"):
         await pusher(script).push(0)
+
+
+# -- staged pushes ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_staged_push_transfers_before_the_gate_and_swaps_behind_it():
+    script = Script()
+    ticks = iter(range(1000))
+    report = await pusher(script, staged=True, clock=lambda: float(next(ticks))).push(7)
+    assert script.calls == STAGED
+    assert script.published == [7]
+    assert list(report.seconds) == STAGED
+    assert report.bytes == 8
+    behind_the_gate = sum(report.seconds[step] for step in STAGED[2:])
+    assert behind_the_gate <= report.pause_seconds < behind_the_gate + report.seconds["transfer"] + len(STAGED)
+
+
+@pytest.mark.parametrize(
+    ("step", "way"),
+    [(step, "hang_at") for step in STAGED[:5]] + [(step, "fail_at") for step in STAGED[:6]],
+)
+async def test_a_staged_push_that_fails_publishes_nothing_and_disturbs_no_engine_before_its_gate(step, way):
+    script = Script(**{way: step})
+    run = pusher(script, staged=True, published=3, timeout=0.05 if way == "hang_at" else 5.0)
+    with pytest.raises(PushError, match=f"at {step}: "):
+        await run.push(4)
+    assert script.published == []
+    assert run.published == 3
+    assert script.calls == STAGED[: STAGED.index(step) + 1] + ["resume"] * (step == "gate")
+
+
+async def test_a_staged_push_that_is_cancelled_while_it_travels_leaves_the_engines_alone():
+    script = Script(hang_at="transfer")
+    task = asyncio.create_task(pusher(script, staged=True, published=3).push(4))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert script.calls == ["prepare", "transfer"]
+
+
+async def test_an_engine_that_fails_to_swap_is_ended_and_the_others_get_the_version_again():
+    script = Script()
+    script.engines_left = 1
+    swap = script.swap
+
+    async def fail_once(version: int) -> None:
+        script.swap = swap
+        await script._do("swap")
+        error = RuntimeError("out of memory")
+        error.engine = "engine 1"
+        raise error
+
+    script.swap = fail_once
+    assert (await pusher(script, staged=True, published=3).push(4)).version == 4
+    assert script.quarantined == ["engine 1"]
+    assert script.calls == [*STAGED[:4], *STAGED]
+
+
+async def test_fewer_staged_bytes_than_the_manifest_lists_are_a_failure_before_the_gate():
+    script = Script()
+    script.sent_bytes = 4
+    with pytest.raises(PushError, match="4 bytes were sent, the manifest lists 8"):
+        await pusher(script, staged=True).push(0)
+    assert script.calls == ["prepare", "transfer"]
+
+
+# -- deltas -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_push_builds_on_what_the_engines_confirmed_last():
+    script = Script()
+    run = pusher(script, deltas=True)
+    for version in range(3):
+        await run.push(version)
+    assert script.bases == [None, 0, 1]
+
+
+async def test_without_deltas_everything_is_sent():
+    script = Script()
+    run = pusher(script)
+    for version in range(3):
+        await run.push(version)
+    assert script.bases == [None, None, None]
+
+
+@pytest.mark.parametrize("step", ["prepare", "gate", "transfer", "swap", "confirm", "publish"])
+async def test_after_a_failure_at_any_step_everything_is_sent(step):
+    script = Script()
+    run = pusher(script, deltas=True, staged=True)
+    await run.push(0)
+    script.fail_at = step
+    with pytest.raises(PushError):
+        await run.push(1)
+    script.fail_at = None
+    await run.push(1)
+    await run.push(2)
+    assert script.bases == [None, 0, None, 1]
+
+
+async def test_a_second_try_of_the_same_push_sends_everything():
+    script = Script(fail_at="confirm")
+    script.engines_left = 1
+    run = pusher(script, deltas=True)
+    run._held = 3
+    with pytest.raises(PushError):
+        await run.push(4)
+    assert script.bases == [3, None]
+
+
+async def test_when_engines_joined_everything_is_sent_to_all():
+    script = Script()
+    run = pusher(script, deltas=True)
+    await run.push(0)
+    script.members_changed = True
+    await run.push(0)
+    await run.push(1)
+    assert script.bases == [None, None, 0]
+
+
+async def test_every_so_many_versions_everything_is_sent():
+    script = Script()
+    run = pusher(script, deltas=True, dense_every=3)
+    for version in range(7):
+        await run.push(version)
+    assert script.bases == [None, 0, 1, None, 3, 4, None]
+
+
+async def test_a_delta_may_send_fewer_bytes_than_the_manifest_lists_and_never_more():
+    script = Script()
+    run = pusher(script, deltas=True)
+    assert (await run.push(0)).bytes == 8
+    script.sent_bytes = 3
+    report = await run.push(1)
+    assert (report.bytes, report.dense_bytes) == (3, 8)
+    script.sent_bytes = 9
+    with pytest.raises(PushError, match="9 bytes were sent, the manifest lists 8"):
+        await run.push(2)
 
 
 # -- proof ------------------------------------------------------------------------------------------------------------
@@ -306,6 +451,14 @@ async def test_an_engine_that_computes_something_else_is_ended_and_the_others_ge
     assert script.calls == [*PROVEN[:6], *PROVEN]
     assert report.canary is not None
     assert report.canary.engines == 1
+
+
+async def test_a_staged_push_is_proven_as_any_other():
+    script = Script()
+    report = await pusher(script, verification=EVERY, staged=True).push(0)
+    assert script.hashed == [True]
+    assert report.canary is not None
+    assert script.calls == ["prepare", "learner's logprobs", "transfer", "gate", "swap", *PROVEN[4:]]
 
 
 async def test_a_push_fails_where_every_engine_computes_something_else_and_nothing_is_published():

@@ -1,0 +1,35 @@
+"""One real vLLM engine for all tests of proofs, staged pushes and deltas: each of them leaves it fit to serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.tiny import CONTEXT, engine_settings, tiny_llama
+
+
+@pytest.fixture(scope="session")
+def model() -> torch.nn.Module:
+    return tiny_llama(1)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    from generator.engine import Engine
+    from generator.resume import Sampling
+
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)  # type: ignore[operator]
+    sampling = Sampling(max_tokens=CONTEXT - 20, temperature=0.0, max_model_len=CONTEXT)
+    settings = engine_settings(folder, sampling, running=4)
+    # With it a function can be run in vLLM's worker, to look at it or to break it.
+    environment = settings.environment | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    engine = Engine(replace(settings, environment=environment))
+    await engine.start()
+    yield engine
+    await engine.shutdown()

@@ -1,0 +1,194 @@
+"""Weights that travel beside what a real engine serves, and what becomes of it when they do not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from generator.engine import Engine
+from generator.link import EngineError
+from generator.rollout import Rollout
+from tests.tiny import (
+    BUCKET_BYTES,
+    CONTEXT,
+    VOCABULARY,
+    ModuleLearner,
+    OneEngine,
+    next_token_logprobs,
+    tiny_llama,
+)
+from weight_sync import gloo_trainer
+from weight_sync.buckets import pack
+from weight_sync.canary import TOLERANCES, canary_sequences
+from weight_sync.push import Pusher, PushError, PushReport
+from weight_sync.source import DeepSpeedSource
+from weight_sync.verification import Verification
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
+
+EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
+versions = itertools.count(1000)
+
+
+class Slow(ModuleLearner):
+    """Sends its last tensor only after the engine has sampled more tokens than it had when the transfer began."""
+
+    def _source(self) -> DeepSpeedSource:
+        engine, loop = self._engine, asyncio.get_running_loop()
+
+        def sampled() -> float:
+            return asyncio.run_coroutine_threadsafe(engine.stats(), loop).result(60)["generated_tokens"]
+
+        class Source(DeepSpeedSource):
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                pairs = list(super().__iter__())
+                yield from pairs[:-1]
+                before = sampled()
+                while sampled() < before + 20:
+                    pass
+                yield pairs[-1]
+
+        return Source(self.model, bucket_bytes=BUCKET_BYTES)
+
+
+class Dying(ModuleLearner):
+    """A sender that falls over in the middle of the stream."""
+
+    def _source(self) -> DeepSpeedSource:
+        class Source(DeepSpeedSource):
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                yield from itertools.islice(super().__iter__(), 12)
+                raise RuntimeError("the learner fell over")
+
+        return Source(self.model, bucket_bytes=BUCKET_BYTES)
+
+
+async def push(engine: Engine, learner: ModuleLearner) -> PushReport:
+    """One staged, proven push through a new group."""
+    pusher = Pusher(learner, OneEngine(engine), timeout=120.0, verification=EVERY, staged=True)
+    return await pusher.push(next(versions))
+
+
+def generation(engine: Engine) -> asyncio.Task[Any]:
+    return asyncio.create_task(engine.generate([Rollout(str(n), (5 + n, 17, 3)) for n in range(4)]))
+
+
+def assert_sampled_by(rollouts: list[Rollout], models: dict[int, torch.nn.Module]) -> None:
+    """Every token is the likeliest one under the weights of its version, with their log-probability."""
+    for rollout in rollouts:
+        tokens = [*rollout.prompt_token_ids, *rollout.response_token_ids]
+        rows = {version: next_token_logprobs(model, tokens) for version, model in models.items()}
+        assert set(rollout.versions) <= set(models)
+        columns = zip(rollout.response_token_ids, rollout.versions, rollout.logprobs, strict=True)
+        for position, (token, version, logprob) in enumerate(columns, start=len(rollout.prompt_token_ids) - 1):
+            assert token == int(rows[version][position].argmax())
+            # At temperature 0 vLLM reports the log-softmax of the raw logits.
+            assert logprob == pytest.approx(float(rows[version][position][token]), abs=2e-3)
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+async def test_an_engine_samples_from_the_old_weights_while_the_new_ones_travel_and_then_from_the_new(
+    engine, model, staging
+):
+    first, second = tiny_llama(2), model
+    served = await push(engine, ModuleLearner(first, engine, staging=staging))
+    before = (await engine.stats())["generated_tokens"]
+    task = generation(engine)
+    while (await engine.stats())["generated_tokens"] == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+    report = await push(engine, Slow(second, engine, staging=staging))
+    assert list(report.seconds) == ["prepare", "transfer", "gate", "swap", "confirm", "verify", "publish", "resume"]
+    assert report.canary is not None
+    assert report.canary.abs_diff_mean < TOLERANCES["float32"].mean
+    rollouts = (await asyncio.wait_for(task, 120)).rollouts
+    assert_sampled_by(rollouts, {served.version: first, report.version: second})
+    assert all(rollout.version_count == 2 for rollout in rollouts), "none was interrupted before the swap"
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+async def test_a_transfer_that_fails_leaves_an_engine_serving_the_old_version_whole(engine, model, staging):
+    served = await push(engine, ModuleLearner(model, engine, staging=staging))
+    task = generation(engine)
+    with pytest.raises(PushError, match=r"at transfer.*the learner fell over"):
+        await push(engine, Dying(tiny_llama(2), engine, staging=staging))
+    rollouts = (await asyncio.wait_for(task, 120)).rollouts
+    assert_sampled_by(rollouts, {served.version: model})
+    assert all(rollout.resumes == 0 for rollout in rollouts)
+    report = await push(engine, ModuleLearner(tiny_llama(2), engine, staging=staging))
+    assert engine.version == report.version
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+async def test_damage_on_the_way_is_found_before_generation_is_disturbed(engine, model, staging, monkeypatch):
+    served = await push(engine, ModuleLearner(model, engine, staging=staging))
+
+    def damaged(tensors: Any) -> torch.Tensor:
+        packed = pack(tensors)
+        packed[1001 % len(packed)] ^= 4
+        return packed
+
+    monkeypatch.setattr(gloo_trainer, "pack", damaged)
+    task = generation(engine)
+    with pytest.raises(PushError, match=r"at transfer.*tensors did not arrive as they were sent"):
+        await push(engine, ModuleLearner(tiny_llama(2), engine, staging=staging))
+    rollouts = (await asyncio.wait_for(task, 120)).rollouts
+    assert_sampled_by(rollouts, {served.version: model})
+    assert all(rollout.resumes == 0 for rollout in rollouts)
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+async def test_what_is_staged_and_never_swapped_in_is_not_served_and_does_not_stand_in_the_way(engine, model, staging):
+    served = await push(engine, ModuleLearner(model, engine, staging=staging))
+    learner = ModuleLearner(tiny_llama(2), engine, staging=staging)
+    await learner.prepare()
+    await learner.send(next(versions))
+    rollouts = (await asyncio.wait_for(generation(engine), 120)).rollouts
+    assert_sampled_by(rollouts, {served.version: model})
+    report = await push(engine, ModuleLearner(tiny_llama(3), engine, staging=staging))
+    rollouts = (await asyncio.wait_for(generation(engine), 120)).rollouts
+    assert_sampled_by(rollouts, {report.version: tiny_llama(3)})
+
+
+async def test_a_running_engine_swaps_nothing_in(engine, model):
+    served = await push(engine, ModuleLearner(model, engine, staging="device"))
+    learner = ModuleLearner(tiny_llama(2), engine, staging="device")
+    await learner.prepare()
+    await learner.send(version := next(versions))
+    with pytest.raises(EngineError, match="not paused"):
+        await engine.swap(version)
+    rollouts = (await asyncio.wait_for(generation(engine), 120)).rollouts
+    assert_sampled_by(rollouts, {served.version: model})
+
+
+def break_the_exchange(worker: Any) -> None:
+    """The next swap puts half of the weights in and fails."""
+    from weight_sync import twin
+
+    whole = twin._exchange_tensor
+    calls = itertools.count()
+
+    def half(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if next(calls) == 4:
+            twin._exchange_tensor = whole
+            raise MemoryError("the exchange broke")
+        whole(tensor, other)
+
+    twin._exchange_tensor = half
+
+
+async def test_an_engine_whose_swap_broke_half_way_serves_nothing_until_a_whole_push(engine, model):
+    served = await push(engine, ModuleLearner(model, engine, staging="device"))
+    await engine.llm.collective_rpc(break_the_exchange)
+    task = generation(engine)
+    with pytest.raises(PushError, match=r"at swap.*the exchange broke"):
+        await push(engine, ModuleLearner(tiny_llama(2), engine, staging="device"))
+    with pytest.raises(EngineError, match="in the middle of a weight update"):
+        await engine.resume(served.version)
+    report = await push(engine, ModuleLearner(tiny_llama(3), engine, staging="device"))
+    rollouts = (await asyncio.wait_for(task, 120)).rollouts
+    assert_sampled_by(rollouts, {served.version: model, report.version: tiny_llama(3)})
