@@ -37,6 +37,8 @@ class PushRecord:
     pause_seconds: float
     """How long engines generated nothing."""
     bytes: int = 0
+    dense_bytes: int = 0
+    """What they would have been, had everything been sent."""
     interrupted_rollouts: int = 0
     """Unfinished rollouts that were submitted again after it."""
     phases: tuple[tuple[str, float, float], ...] = ()
@@ -58,6 +60,7 @@ def push_record(report: PushReport, started: float, interrupted: int) -> PushRec
         seconds=sum(report.seconds.values()),
         pause_seconds=report.pause_seconds,
         bytes=report.bytes,
+        dense_bytes=report.dense_bytes,
         interrupted_rollouts=interrupted,
         phases=tuple(phases),
         canary=report.canary,
@@ -209,6 +212,7 @@ def push_metrics(pushes: Sequence[PushRecord]) -> dict[str, float]:
     }
     if size := sum(push.bytes for push in pushes):
         metrics["push/bytes"] = float(size)
+        metrics["push/dense_bytes"] = float(sum(push.dense_bytes for push in pushes))
     if canaries := [push.canary for push in pushes if push.canary is not None]:
         metrics["push/canary_abs_diff_mean"] = float(np.mean([canary.abs_diff_mean for canary in canaries]))
         metrics["push/canary_abs_diff_max"] = max(canary.abs_diff_max for canary in canaries)

@@ -92,6 +92,11 @@ def test_every_metric_we_make_is_in_the_catalogue(scored, group):
     assert catalogue.unknown(["policy/lsos", "nothing"]) == ["nothing", "policy/lsos"]
 
 
+def test_the_bytes_of_a_step_stand_beside_what_they_would_have_been_without_deltas():
+    metrics = push_metrics([PushRecord(1, 0.0, 0.5, 0.4, bytes=sent, dense_bytes=100) for sent in (100, 3)])
+    assert (metrics["push/bytes"], metrics["push/dense_bytes"]) == (103.0, 200.0)
+
+
 def test_the_canary_of_a_step_is_that_of_the_pushes_in_it_that_had_one():
     canaries = [CanaryReport(0.1, 0.3, 2), None, CanaryReport(0.2, 0.25, 1)]
     metrics = push_metrics([PushRecord(1, 0.0, 0.5, 0.4, canary=canary) for canary in canaries])
