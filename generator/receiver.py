@@ -33,6 +33,9 @@ class WeightReceiver:
         self._updating = False
         """From the first change of the model until an update is complete: it may hold half of each version."""
         self._received: Manifest | None = None
+        """What has arrived of the update in progress."""
+        self._whole: Manifest | None = None
+        """What the last complete update brought."""
 
     @property
     def llm(self) -> AsyncLLM:
@@ -63,12 +66,17 @@ class WeightReceiver:
             await asyncio.sleep(STAGED_POLL_SECONDS)
         info = request.update_info
         self._received = Manifest.from_wire(info["names"], info["dtype_names"], info["shapes"])
+        if "num_updates_list" in info:  # a delta over vLLM's sparse engine lists only the tensors that changed
+            if self._whole is None or not set(self._received.entries) <= set(self._whole.entries):
+                raise EngineError(f"{self.name} received a delta of weights that it does not hold")
+            self._received = self._whole
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Load what was received into the running model and label it."""
         self._updating = True
         await self.llm.finish_weight_update(weight_version)
         self._updating = self._open = False
+        self._whole = self._received
 
     async def _give_up_open_update(self) -> None:
         """Leave an update that nobody finished: another engine failed it, or a pause did that came before its swap."""

@@ -118,12 +118,11 @@ def _check_parallelism(config: Config) -> None:
             f"`weight_sync.backend=gloo` is for CPU engines; with `hardware={config.hardware}` use "
             "`weight_sync.backend=nccl`"
         )
-    for key in ("staging", "delta"):
-        if getattr(config.weight_sync, key) and config.hardware in ("gpu", "cluster"):
-            raise ConfigError(
-                f"`weight_sync.{key}=true` works over `weight_sync.backend=gloo` only, so with `hardware=cpu`: vLLM's "
-                f"nccl engine receives whole weights into the model itself; leave `weight_sync.{key}` off"
-            )
+    if config.weight_sync.staging and config.hardware in ("gpu", "cluster"):
+        raise ConfigError(
+            "`weight_sync.staging=true` works over `weight_sync.backend=gloo` only, so with `hardware=cpu`: vLLM's "
+            "nccl engine receives into the model itself; leave `weight_sync.staging` off"
+        )
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

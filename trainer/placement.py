@@ -36,6 +36,12 @@ def transfer_backend(config: Config) -> str:
     return "gloo" if device_kind(config) == "cpu" else "nccl"
 
 
+def engine_transfer_backend(config: Config) -> str:
+    """Name of the engines' transfer engine in vLLM's factory: the backend, and over nccl with deltas one of ours."""
+    backend = transfer_backend(config)
+    return "nccl_delta" if backend == "nccl" and config.weight_sync.delta else backend
+
+
 def staging_device(config: Config) -> Literal["device", "host"] | None:
     """Where staged weights wait; ``None`` without ``weight_sync.staging``.
 
@@ -110,7 +116,7 @@ def engine_settings(
         sampling=make_sampling(config, model, max_model_len),
         max_model_len=max_model_len,
         max_running=engine.max_running,
-        transfer_backend=transfer_backend(config),
+        transfer_backend=engine_transfer_backend(config),
         seed=config.seed + number + SEED_STRIDE * first_step,
         tensor_parallel=engine.tensor_parallel,
         enforce_eager=engine.enforce_eager,

@@ -7,7 +7,7 @@ offset (16 bits). A changed bfloat16 element so takes 4 bytes instead of the 6 t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -86,6 +86,28 @@ class Delta:
     def manifest(self) -> Manifest:
         """What travels."""
         return delta_manifest(self.whole, self.changed)
+
+    def patches(self) -> Iterator[tuple[ManifestEntry, torch.Tensor, torch.Tensor]]:
+        """Of every tensor that changed, its ascending positions, int64, and the values there."""
+        parts = iter(self.tensors)
+        for entry, count in zip(self.whole.entries, self.changed, strict=True):
+            if count:
+                counts, offsets, values = next(parts), next(parts), next(parts)
+                yield entry, decode_positions(counts, offsets), values
+
+    @property
+    def patch_bytes(self) -> int | None:
+        """What travels over vLLM's sparse engine, with 32-bit positions; ``None`` if it cannot take this delta.
+
+        It takes none without a change, and marks what is unchanged by NaN, so it changes floating-point tensors only.
+        """
+        changed = [(entry, count) for entry, count in zip(self.whole.entries, self.changed, strict=True) if count]
+        if not changed or any(
+            not entry.torch_dtype.is_floating_point or prod(entry.shape) > torch.iinfo(torch.int32).max
+            for entry, _ in changed
+        ):
+            return None
+        return sum(count * (torch.int32.itemsize + entry.torch_dtype.itemsize) for entry, count in changed)
 
 
 def make_delta(base: int, whole: Manifest, changes: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Delta:

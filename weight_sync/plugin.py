@@ -9,9 +9,9 @@ _registered = False
 
 
 def register() -> None:
-    """Make our transfer engine known to vLLM's factory, and end this process with its engine. Repeatable.
+    """Make our transfer engines known to vLLM's factory, and end this process with its engine. Repeatable.
 
-    It is registered by module path, so that it is imported only where one is built.
+    They are registered by module path, so that one is imported only where it is built.
     """
     global _registered
     if _registered:
@@ -20,4 +20,5 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine("gloo", "weight_sync.gloo", "GlooWeightTransferEngine")
+    WeightTransferEngineFactory.register_engine("nccl_delta", "weight_sync.nccl", "NcclDeltaWeightTransferEngine")
     _registered = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +28,7 @@ class WeightSender:
     called on all of them. ``bucket_bytes`` of packed tensors travel in one collective; ``timeout`` bounds, in seconds,
     each collective and each call to an engine. After a failure the group is gone: ``connect`` before the next push.
     ``staging``: workers hold what arrives, on their device or host, until the engine swaps it in; only over ``gloo``.
-    ``deltas``: keep a copy of what the engines hold, of which each of ``ranks`` has a share, and send what changed;
-    likewise.
+    ``deltas``: keep a copy of what the engines hold, of which each of ``ranks`` has a share, and send what changed.
     """
 
     def __init__(
@@ -95,6 +95,8 @@ class WeightSender:
         self._delta = None
         if self._snapshot is not None and base is not None:
             self._delta = self._snapshot.find(base, manifest, self._source.shares(*self._shares))
+        if self._delta is not None and not self._delta_bytes(self._delta) < manifest.total_bytes:
+            self._delta = None
         return manifest
 
     def send(self, version: int, hashed: bool = False) -> int:
@@ -124,7 +126,7 @@ class WeightSender:
             self._snapshot.take(version, manifest, self._source.shares(*self._shares))
         elif self._snapshot is not None:
             self._snapshot.advance(version)
-        return manifest.total_bytes if delta is None else delta.manifest.total_bytes
+        return manifest.total_bytes if delta is None else int(self._delta_bytes(delta))
 
     def close(self) -> None:
         """Leave the transfer group. Safe to call twice."""
@@ -138,7 +140,9 @@ class WeightSender:
         client = self._client
         client.version = version
         if self._backend == "gloo":
-            self._engine.hashed, self._engine.delta = hashed, delta
+            self._engine.hashed = hashed
+        if self._snapshot is not None:
+            self._engine.delta = delta
         try:
             self._bounded(self._engine.send_weights)
         except Exception as error:
@@ -146,6 +150,12 @@ class WeightSender:
             failure = error if isinstance(error, PushError) else PushError("transfer", error)
             client.abandon(failure.reason)
             raise failure from error
+
+    def _delta_bytes(self, delta: Delta) -> float:
+        """What of a delta travels over this backend; infinite if it cannot. The same on every rank."""
+        if self._backend == "gloo":
+            return delta.manifest.total_bytes
+        return math.inf if delta.patch_bytes is None else delta.patch_bytes
 
     def _open(self, client: Client, address: str, port: int, world_size: int) -> Any:
         wire: dict[str, Any] = {
@@ -165,7 +175,12 @@ class WeightSender:
 
         nccl = NCCLTrainerInitInfo(**wire, rank=0)
         source: Any = self._source
-        return self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(nccl, client=client, source=source))
+        dense = self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(nccl, client=client, source=source))
+        if self._snapshot is None:
+            return dense
+        from weight_sync.nccl import NcclDeltaTrainer
+
+        return NcclDeltaTrainer(dense, client)
 
     def _bounded(self, call: Any) -> Any:
         """Run a call of the trainer engine. gloo's have deadlines inside; NCCL's have none, so one is put around them.

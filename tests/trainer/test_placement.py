@@ -72,6 +72,7 @@ def test_a_gpu_engine_reserves_a_gpu_for_each_of_its_workers():
     assert placement.engine_resources(gpu).gpus == 4
     assert placement.transfer_backend(gpu) == "nccl"
     settings = placement.engine_settings(gpu, replace(MODEL, dtype="bfloat16"), 10)
+    assert settings.transfer_backend == "nccl"
     assert settings.block_size is None
     assert settings.environment == {}
 
@@ -99,3 +100,9 @@ def test_staged_weights_wait_where_the_configuration_says_and_else_where_the_mem
     changes, hardware, expected
 ):
     assert placement.staging_device(tiny_config(changes, hardware)) == expected
+
+
+@pytest.mark.parametrize(("hardware", "expected"), [("cpu", "gloo"), ("gpu", "nccl_delta")])
+def test_engines_that_get_deltas_have_a_transfer_engine_that_takes_them(hardware, expected):
+    config = tiny_config({"weight_sync.delta": True}, hardware)
+    assert placement.engine_settings(config, MODEL, 10).transfer_backend == expected

@@ -74,6 +74,28 @@ def test_a_delta_in_buckets_of_any_size_makes_the_old_bytes_the_new_ones(push, b
     assert all(same_bits(held[entry.name], new) for entry, new in zip(whole.entries, after, strict=True))
 
 
+@given(pushes())
+def test_the_patches_of_a_delta_are_the_changes_that_it_was_made_of(push):
+    whole, before, after = push
+    changes = [
+        (positions := changed_positions(old.flatten(), new.flatten()), new.flatten()[positions])
+        for old, new in zip(before, after, strict=True)
+    ]
+    delta = make_delta(6, whole, changes)
+    expected = [
+        (entry, positions, values)
+        for entry, (positions, values) in zip(whole.entries, changes, strict=True)
+        if len(positions)
+    ]
+    for patch, (entry, positions, values) in zip(delta.patches(), expected, strict=True):
+        assert patch[0] == entry
+        assert torch.equal(patch[1], positions)
+        assert same_bits(patch[2], values)
+    sizes = [len(positions) * (4 + values.element_size()) for _, positions, values in expected]
+    floating = all(values.is_floating_point() for _, _, values in expected)
+    assert delta.patch_bytes == (sum(sizes) if expected and floating else None)
+
+
 def test_zeros_of_two_signs_differ_and_a_nan_equals_itself():
     before = torch.tensor([0.0, float("nan"), 1.0])
     assert changed_positions(before, torch.tensor([-0.0, float("nan"), 1.0])).tolist() == [0]
