@@ -23,7 +23,6 @@ from trainer.placement import (
     engine_room,
     engine_settings,
     pool_settings,
-    staging_device,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -105,7 +104,7 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,
-        staging=staging_device(config),
+        staging=sync.staging_device if sync.staging else None,
         deltas=sync.delta,
     )
 

@@ -154,7 +154,7 @@ class WeightSyncConfig:
     backend: str = "auto"  # auto, gloo, nccl
     bucket_mib: int = 25  # packed bytes that travel in one collective
     staging: bool = False  # weights travel while engines generate, and are swapped in in a pause
-    staging_device: str = "auto"  # where they wait: device (ready to compute with), host; auto: device on CPU engines
+    staging_device: str = "device"  # how they wait: device (ready to compute with), host (as they came, to be loaded)
     delta: bool = False  # send only the elements that changed in the engines' dtype; needs a copy on both sides
     dense_every: int = 100  # versions between pushes of all weights where deltas are sent; 0: only where one is needed
     verify: Any = "first"  # pushes that are proven: none, first (since engines joined), every, or n: each n-th too

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
 
 from generator.actor import Resources
 from generator.launch import EngineSettings
@@ -40,20 +39,6 @@ def engine_transfer_backend(config: Config) -> str:
     """Name of the engines' transfer engine in vLLM's factory: the backend, and over nccl with deltas one of ours."""
     backend = transfer_backend(config)
     return "nccl_delta" if backend == "nccl" and config.weight_sync.delta else backend
-
-
-def staging_device(config: Config) -> Literal["device", "host"] | None:
-    """Where staged weights wait; ``None`` without ``weight_sync.staging``.
-
-    ``auto`` is ``device`` on CPU, where it is the same memory, and ``host`` on GPUs, which seldom have room for the
-    model twice.
-    """
-    if not config.weight_sync.staging:
-        return None
-    chosen = config.weight_sync.staging_device
-    if chosen == "auto":
-        return "device" if device_kind(config) == "cpu" else "host"
-    return "device" if chosen == "device" else "host"
 
 
 def prompt_limit(config: Config, model: ResolvedModel) -> int:

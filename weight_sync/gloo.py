@@ -249,10 +249,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         if replaced is None:
             return
         logger.warning("an unfinished weight update is given up; only a complete one makes this engine fit to serve")
-        if arrival is None:
+        if arrival is None or arrival.done():
             replaced.abandon()
-        elif not arrival.done():
-            self.shutdown()  # which ends its thread; the model is as it was
+        else:
+            self.shutdown()  # its thread fails and gives the replacement up
 
 
 def _both(keep: Load, load: Load) -> Load:

@@ -72,12 +72,13 @@ class StagedOnDevice:
         assert self._twin is not None, "begin comes first"
         self._twin.exchange()
         # The old weights are with the twin now; giving their memory back takes longer than the exchange did.
-        last_reference = [self._twin]
-        self._twin = self._update = None
-        in_thread(last_reference.clear, "weight-release")
+        twin, self._twin, self._update = self._twin, None, None
+        in_thread(twin.release, "weight-release")
 
     def abandon(self) -> None:
-        self._twin = self._update = None
+        twin, self._twin, self._update = self._twin, None, None
+        if twin is not None:
+            twin.release()
 
 
 class StagedOnHost:

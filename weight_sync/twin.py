@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
@@ -23,7 +23,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 class Twin:
     """``model`` is the second set. Only loading may be done to it: running it would read the first one's attributes.
 
-    Costs the memory of the loaded model once more until it is dropped. Building it copies the tensors that the model
+    Costs the memory of the loaded model once more until it is released. Building it copies the tensors that the model
     holds: on CPU, where linear layers keep none, those are embeddings, norms and tables.
     """
 
@@ -54,6 +54,16 @@ class Twin:
                 if name not in _CONTAINERS and value is not before.get(name):
                     twin.__dict__[name] = layer.__dict__.get(name)
                     layer.__dict__[name] = value
+
+    def release(self) -> None:
+        """Give the memory back, at once: layers and their tensors refer to each other in circles, and vLLM's record of
+        a reload refers to both, so nobody else would.
+        """
+        for _, twin, before in self._layers:
+            LAYERWISE_INFO.pop(twin, None)
+            twin.__dict__.clear()
+            before.clear()
+        self._layers, self._twins, self._tensors = [], {}, {}
 
     def _twin_of(self, layer: torch.nn.Module) -> torch.nn.Module:
         """The twin of a module; the same one wherever the module occurs."""

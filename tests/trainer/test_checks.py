@@ -81,7 +81,7 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"weight_sync.backend": "gloo", "hardware": "gpu"}, ["hardware=gpu", "weight_sync.backend=nccl"]),
         ({"weight_sync.backend": "gloo", "hardware": "cluster"}, ["hardware=cluster", "weight_sync.backend=nccl"]),
         ({"weight_sync.staging": True, "hardware": "gpu"}, ["`weight_sync.staging=true`", "hardware=cpu"]),
-        ({"weight_sync.staging_device": "hots"}, ["auto, device, host", "did you mean `host`"]),
+        ({"weight_sync.staging_device": "hots"}, ["device, host", "did you mean `host`"]),
         ({"weight_sync.dense_every": -1}, ["weight_sync.dense_every=-1", "at least 0"]),
     ],
 )

@@ -85,23 +85,6 @@ def test_more_gpus_than_there_are_is_a_configuration_error_that_adds_them_up():
     placement.check_resources(tiny_config(), {})
 
 
-@pytest.mark.parametrize(
-    ("changes", "hardware", "expected"),
-    [
-        ({}, "cpu", None),
-        ({"weight_sync.staging_device": "host"}, "cpu", None),
-        ({"weight_sync.staging": True}, "cpu", "device"),
-        ({"weight_sync.staging": True, "weight_sync.staging_device": "host"}, "cpu", "host"),
-        ({"weight_sync.staging": True}, "gpu", "host"),
-        ({"weight_sync.staging": True, "weight_sync.staging_device": "device"}, "gpu", "device"),
-    ],
-)
-def test_staged_weights_wait_where_the_configuration_says_and_else_where_the_memory_is_the_engines_own(
-    changes, hardware, expected
-):
-    assert placement.staging_device(tiny_config(changes, hardware)) == expected
-
-
 @pytest.mark.parametrize(("hardware", "expected"), [("cpu", "gloo"), ("gpu", "nccl_delta")])
 def test_engines_that_get_deltas_have_a_transfer_engine_that_takes_them(hardware, expected):
     config = tiny_config({"weight_sync.delta": True}, hardware)

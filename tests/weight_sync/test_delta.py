@@ -7,7 +7,7 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from weight_sync.buckets import pack, plan_buckets, unpack
 from weight_sync.delta import (
@@ -55,6 +55,7 @@ def pushes(draw: st.DrawFn) -> tuple[Manifest, list[torch.Tensor], list[torch.Te
     return Manifest(tuple(entries)), before, after
 
 
+@settings(deadline=None)
 @given(pushes(), st.integers(1, 300))
 def test_a_delta_in_buckets_of_any_size_makes_the_old_bytes_the_new_ones(push, bucket_bytes):
     whole, before, after = push
@@ -74,6 +75,7 @@ def test_a_delta_in_buckets_of_any_size_makes_the_old_bytes_the_new_ones(push, b
     assert all(same_bits(held[entry.name], new) for entry, new in zip(whole.entries, after, strict=True))
 
 
+@settings(deadline=None)
 @given(pushes())
 def test_the_patches_of_a_delta_are_the_changes_that_it_was_made_of(push):
     whole, before, after = push
@@ -104,6 +106,7 @@ def test_zeros_of_two_signs_differ_and_a_nan_equals_itself():
     assert changed_positions(before, other_nan.view(torch.float32)).tolist() == [1]
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 3 * BLOCK + 5), max_size=40))
 def test_positions_survive_their_encoding_across_blocks(positions):
     ascending = torch.tensor(sorted(positions), dtype=torch.int64)

@@ -165,6 +165,33 @@ async def test_a_running_engine_swaps_nothing_in(engine, model):
     assert_sampled_by(rollouts, {served.version: model})
 
 
+def count_what_was_made_for_pushes(worker: Any) -> tuple[int, int]:
+    """Packed weights that are alive in the worker, reachable or not, and layers that vLLM keeps a record of."""
+    import gc
+
+    from vllm._custom_ops import CPUDNNLGEMMHandler
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    return sum(type(thing) is CPUDNNLGEMMHandler for thing in gc.get_objects()), len(LAYERWISE_INFO)
+
+
+async def test_nothing_of_a_push_is_left_behind_whether_it_is_swapped_in_given_up_or_fails(engine, model):
+    """Not even until the garbage collector comes: it would hold the memory of several models."""
+    await push(engine, ModuleLearner(model, engine, staging="device"))
+    before = await engine.llm.collective_rpc(count_what_was_made_for_pushes)
+    for seed in range(3):
+        await push(engine, ModuleLearner(tiny_llama(seed), engine, staging="device"))
+    with pytest.raises(PushError):
+        await push(engine, Dying(model, engine, staging="device"))
+    given_up = ModuleLearner(model, engine, staging="device")
+    await given_up.prepare()
+    await given_up.send(next(versions))
+    await push(engine, ModuleLearner(model, engine, staging="device"))
+    async with asyncio.timeout(30):  # memory is given back in a thread
+        while await engine.llm.collective_rpc(count_what_was_made_for_pushes) != before:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 def break_the_exchange(worker: Any) -> None:
     """The next swap puts half of the weights in and fails."""
     from weight_sync import twin
