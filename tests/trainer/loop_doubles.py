@@ -81,7 +81,7 @@ class Pusher:
         await asyncio.sleep(0)
         self.engines.version = version
         self.pushed.append(version)
-        return PushReport(version, 1, {"transfer": 0.0}, 0.0)
+        return PushReport(version, 1, {"transfer": 0.0}, 0.0, dense_bytes=1)
 
 
 @dataclass
