@@ -44,7 +44,7 @@ async def assemble(
 ) -> AsyncIterator[Parts]:
     """Start engines and learner, and yield the parts that the algorithm works with.
 
-    ``first_step`` is the number of optimizer steps made before, in the run that this one continues; ``resources`` is
+    ``first_step`` is the number of steps made before, in the run that this one continues; ``resources`` is
     what the cluster has.
     """
     engines = EnginePool(lambda number: _make_engine(config, inputs, first_step, number), pool_settings(config))
@@ -75,16 +75,20 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
     from trainer.learner_group import LearnerGroup
     from trainer.learner_setup import LearnerSpec
 
+    algorithm = replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens)
+    if inputs.reference is not None:
+        algorithm = replace(algorithm, kl=replace(algorithm.kl, model=inputs.reference.path))
     spec = LearnerSpec(
         model_path=inputs.model.path,
         dtype=inputs.model.dtype,
         device="cpu" if device_kind(config) == "cpu" else "cuda",
         temperature=config.sampling.temperature,
         seed=config.seed,
+        steps=config.steps,
         trust_remote_code=config.model.trust_remote_code,
         learner=config.learner,
         optimizer=config.optimizer,
-        algorithm=replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens),
+        algorithm=algorithm,
     )
     return LearnerGroup(spec)
 

@@ -14,42 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.algorithm.aggregation import Denominators
+from trainer.train_rollout import TrainRollout
 
 Packing = Literal["shared_prompt", "padded"]
 """How rows are made, see above; the words that ``learner.packing`` takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRollout:
-    """A rollout as the learner sees it: the columns of a finished rollout, its group and its advantage.
-
-    Raises ``ValueError`` when the response columns differ in length or the prompt is empty.
-    """
-
-    id: str
-    group: int
-    prompt_token_ids: tuple[int, ...]
-    response_token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    advantage: float
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.response_token_ids), len(self.logprobs), len(self.versions), len(self.loss_mask)}
-        if len(lengths) != 1:
-            raise ValueError(f"rollout {self.id}: the response columns differ in length: {sorted(lengths)}")
-        if not self.prompt_token_ids:
-            raise ValueError(f"rollout {self.id}: the prompt is empty, so nothing predicts the first response token")
-        if not math.isfinite(self.advantage):
-            raise ValueError(f"rollout {self.id}: the advantage is {self.advantage}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +88,16 @@ class MicroBatch:
     """``[T]`` int64: number of the token's rollout inside this micro-batch."""
     group: Tensor
     """``[T]`` int64: number of the token's prompt group inside the batch."""
+    proximal_logprobs: Tensor | None = None
+    """``[T]`` float32, where the rollouts carry it."""
+    reference_logprobs: Tensor | None = None
+    """``[T]`` float32, where the rollouts carry it."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device."""
-        return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: column.to(device, non_blocking=True) for name, column in columns.items() if column is not None}
+        return replace(self, **moved)
 
 
 def plan_micro_batches(
@@ -146,7 +127,7 @@ def plan_micro_batches(
     rows: list[Row] = []
     for group in groups.values():
         rows += _shared_rows(group, token_budget, attention_tokens) if packing == "shared_prompt" else _single(group)
-    micro_batches = [_fill(share, token_budget) for share in _balance(rows, ranks)]
+    micro_batches = [_fill(share, token_budget) for share in _balance(rows, ranks, attention_tokens)]
     prompt_tokens = [0] * (1 + max((rollout.group for rollout in rollouts), default=-1))
     for rollout in rollouts:
         prompt_tokens[rollout.group] += sum(rollout.loss_mask)
@@ -190,15 +171,15 @@ def build_micro_batch(rows: Sequence[Row], version: int, packing: Packing) -> Mi
         position_ids=torch.from_numpy(position_ids),
         attention_mask=_shared_prompt_mask(attended) if packing == "shared_prompt" else attended != _PADDING,
         predictor_index=_flat(predictors, torch.int64),
-        **_token_columns([rollout for row in rows for rollout in row.rollouts], version),
+        **token_columns([rollout for row in rows for rollout in row.rollouts], version),
     )
 
 
 _PADDING, _PROMPT = -1, 0
 
 
-def _token_columns(rollouts: list[TrainRollout], version: int) -> dict[str, Tensor]:
-    """The flat response columns ``[T]`` of the rollouts, in order."""
+def token_columns(rollouts: Sequence[TrainRollout], version: int) -> dict[str, Any]:
+    """The flat response columns ``[T]`` of the rollouts, in order, as :class:`MicroBatch` names them."""
     lengths = [len(rollout.response_token_ids) for rollout in rollouts]
     return {
         "targets": _flat([r.response_token_ids for r in rollouts], torch.int64),
@@ -208,7 +189,19 @@ def _token_columns(rollouts: list[TrainRollout], version: int) -> dict[str, Tens
         "lags": version - _flat([r.versions for r in rollouts], torch.int64),
         "sequence": _flat([np.full(n, number) for number, n in enumerate(lengths)], torch.int64),
         "group": _flat([np.full(n, r.group) for n, r in zip(lengths, rollouts, strict=True)], torch.int64),
+        "proximal_logprobs": _optional([r.proximal_logprobs for r in rollouts]),
+        "reference_logprobs": _optional([r.reference_logprobs for r in rollouts]),
     }
+
+
+def _optional(parts: Sequence[Sequence[float] | None]) -> Tensor | None:
+    """A column that all rollouts have, or none; without rollouts an empty one, which no loss asks in vain for."""
+    given = [part for part in parts if part is not None]
+    if parts and not given:
+        return None
+    if len(given) != len(parts):
+        raise ValueError("some rollouts of a micro-batch carry log-probabilities of a further policy, others do not")
+    return _flat(given, torch.float32)
 
 
 def _flat(parts: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -268,14 +261,16 @@ def _balanced_shares(rollouts: list[TrainRollout], count: int) -> list[list[Trai
     return shares
 
 
-def _balance(rows: list[Row], ranks: int) -> list[list[Row]]:
-    """Rows over ranks, longest first, each to the rank with the fewest tokens so far."""
+def _balance(rows: list[Row], ranks: int, attention_tokens: float) -> list[list[Row]]:
+    """Rows over ranks, dearest first, each to the rank with the least work so far; in descending length in each."""
     shares: list[list[Row]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
+    work = [0.0] * ranks
     for row in sorted(rows, key=lambda row: row.length, reverse=True):
-        lightest = tokens.index(min(tokens))
+        lightest = work.index(min(work))
         shares[lightest].append(row)
-        tokens[lightest] += row.length
+        # Dense layers cost the length, attention its square: both times attention_tokens, which may be 0.
+        attends = math.isfinite(attention_tokens)
+        work[lightest] += row.length * (attention_tokens + row.length) if attends else row.length
     return shares
 
 

@@ -31,7 +31,7 @@ class DataConfig:
 
 @dataclass
 class BatchConfig:
-    prompts: int = 8  # prompt groups in a training batch; one batch is one optimizer step
+    prompts: int = 8  # prompt groups in a training batch; one batch is one step, and one policy version
 
 
 @dataclass
@@ -75,6 +75,7 @@ class KLConfig:
     coefficient: float = 0.0  # of the KL penalty towards the reference model; 0: none
     estimator: str = "k2"  # k1 (right in the reward), k2 (right in the loss), k3 (as GRPO had it)
     place: str = "loss"  # loss, or reward: where the penalty enters
+    model: str | None = None  # the reference, as `model.path` names models; null: the weights that the run starts from
 
 
 @dataclass
@@ -108,7 +109,8 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = 1e-6  # of AdamW, constant after the warm-up
+    learning_rate: float = 1e-6  # of AdamW, after the warm-up
+    schedule: str = "constant"  # of the learning rate after the warm-up: constant, or linear or cosine to 0 at `steps`
     weight_decay: float = 0.0  # of AdamW
     beta1: float = 0.9  # decay of AdamW's first moment
     beta2: float = 0.95  # decay of AdamW's second moment
@@ -119,8 +121,12 @@ class OptimizerConfig:
 
 @dataclass
 class LearnerConfig:
+    epochs: int = 1  # passes over each batch
+    minibatches: int = 1  # optimizer updates of a pass, each on an equal share of the batch's prompt groups
+    max_skipped_steps: int = 3  # the run stops at so many steps in a row with a loss or gradient that is not finite
     ranks: int = 1  # data-parallel DeepSpeed ranks
     zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
+    offload: bool = False  # on GPU with zero_stage 1 to 3: master weights and optimizer in CPU memory; slower, leaner
     micro_batch_tokens: int = 4096  # token budget of a micro-batch, padding counted
     packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
     logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
@@ -214,7 +220,7 @@ class Config:
     task: str = MISSING  # dotted path of the task factory
     hardware: str = "auto"  # auto, cpu, gpu, cluster: set by the hardware group
     seed: int = 0  # of data order, learner and engines
-    steps: int = MISSING  # optimizer steps
+    steps: int = MISSING  # batches to learn from; each is a policy version
     run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"  # the run folder
     resume: str = "auto"  # auto, never, or the path of a checkpoint
     reward: Any = None  # dotted path, or a list of {name, function, weight}; none: the task's own

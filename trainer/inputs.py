@@ -27,6 +27,8 @@ class Inputs:
     rewards: tuple[RewardPart, ...]
     environment: Environment | None = None
     """What the model acts in, instead of being scored by ``rewards``."""
+    reference: ResolvedModel | None = None
+    """What a KL penalty compares with, where that is not the model the run starts from."""
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -40,17 +42,23 @@ def load_inputs(config: Config) -> Inputs:
             "`reward` unset"
         )
     rewards = () if environment else resolve_rewards(config.reward, task.rewards())
-    model = resolve_model(
-        config.model.path,
+    model = _resolve(config, config.model.path)
+    kl = config.algorithm.kl
+    reference = _resolve(config, kl.model) if kl.coefficient > 0 and kl.model else None
+    tokenizer = load_tokenizer(model.path)
+    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
+    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    return Inputs(data, model, tokenizer, stream, rewards, environment, reference)
+
+
+def _resolve(config: Config, path: str) -> ResolvedModel:
+    return resolve_model(
+        path,
         hub_id=config.model.hub_id,
         cache_dir=config.model.cache_dir,
         device_kind=device_kind(config),
         dtype=config.model.dtype,
     )
-    tokenizer = load_tokenizer(model.path)
-    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
-    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
-    return Inputs(data, model, tokenizer, stream, rewards, environment)
 
 
 def make_task(config: Config) -> Task:

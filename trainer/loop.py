@@ -2,13 +2,13 @@
 
 ``produce`` keeps the engines busy: it admits prompts as long as they will not be too old when they are learned from,
 samples a group of rollouts for each, scores it and puts it into the buffer. ``learn`` takes a batch of groups from the
-buffer, makes one optimizer step and pushes the new weights into the engines, in the middle of whatever they are
-generating. Neither waits for the other beyond the staleness bound; with ``staleness.max_versions=0`` the same code is
-ordinary on-policy training.
+buffer, makes one step on it (one optimizer update, or several) and pushes the new weights into the engines, in the
+middle of whatever they are generating. Neither waits for the other beyond the staleness bound; with
+``staleness.max_versions=0`` the same code is ordinary on-policy training.
 
-What was left out of GRPO: no KL penalty and no reference model, one optimizer step per batch. What was added: every
-token carries the version of the policy that sampled it, and the loss weighs it by how likely the current policy would
-have been to sample it (truncated importance sampling).
+What was left out of GRPO, unless ``algorithm.kl`` and ``learner.epochs`` ask for it: the KL penalty with its reference
+model, and further updates on a batch. What was added: every token carries the version of the policy that sampled it,
+and the loss weighs it by how likely the current policy would have been to sample it (truncated importance sampling).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from generator.rollout import Group
 from trainer.admission import Admission, expire
-from trainer.batch import Batch, make_batch
+from trainer.batch import Batch, make_batch, train_rollouts
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 UNSCORED_BATCHES = 3
 """So many batches of groups without any reward in a row end the run: it would never get a batch to learn from."""
+
+
+class NonFiniteError(RuntimeError):
+    """Step after step had a loss or gradient that is NaN or infinite. The weights are those of the last update made."""
 
 
 class RewardError(RuntimeError):
@@ -66,9 +70,11 @@ class Parts:
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change or travel."""
     steps_done: int = 0
-    """Optimizer steps made, those before a checkpoint was continued included."""
+    """Batches learned from, those before a checkpoint was continued included. Each is a policy version."""
+    skipped_in_a_row: int = 0
+    """Steps with a skipped update since the last one without."""
     in_training: Batch | None = None
-    """The batch of the optimizer step in progress."""
+    """The batch of the step in progress."""
     unreported: Batch | None = None
     """The batch of a step that is made but not yet shown and written."""
     reporting: threading.Lock = field(default_factory=threading.Lock)
@@ -79,7 +85,7 @@ class Parts:
 
 
 async def train(parts: Parts) -> None:
-    """Run until ``config.steps`` optimizer steps are done. An error in either coroutine ends both and is raised.
+    """Run until ``config.steps`` steps are done. An error in either coroutine ends both and is raised.
 
     The weights at start are pushed first, as version 0 (or the version of the checkpoint): a path that is broken fails
     in the first minute, and an engine never samples from weights that the learner did not send.
@@ -143,7 +149,11 @@ def unscored(parts: Parts, group: Group) -> None:
 
 
 async def learn(parts: Parts) -> None:
-    """Batch, optimizer step, push; until ``config.steps`` are done."""
+    """Batch, step, push; until ``config.steps`` are done.
+
+    A step whose update was skipped, because its loss or gradient was not finite, has learned from its batch what there
+    was to learn: its version is published with the weights as they are, so that versions go on counting batches.
+    """
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
         parts.in_training = batch = await next_batch(parts)
@@ -152,17 +162,19 @@ async def learn(parts: Parts) -> None:
         version = parts.admission.version
         async with parts.weights:
             with parts.watch.trace.span("learner", f"step {parts.steps_done + 1}"):
-                metrics = await parts.learner.train(batch.rollouts, version)
+                result = await parts.learner.train(batch.rollouts, version)
             step_done(parts)
-            metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
+            seconds = time.monotonic() - started - waited
+            metrics = result.metrics | {"idle/learner_seconds": waited, "timing/train_seconds": seconds}
             await push(parts, version + 1)
 
-        await asyncio.to_thread(report_step, parts, metrics)
+        await asyncio.to_thread(report_step, parts, metrics, result.skipped)
+        refuse_to_go_on_without_learning(parts, result.skipped)
         await maybe_checkpoint(parts)
 
 
 def step_done(parts: Parts) -> None:
-    """The learner has made the optimizer step on ``in_training``: its prompts are dealt with."""
+    """The learner has made the step on ``in_training``: its prompts are dealt with."""
     assert parts.in_training is not None
     batch, parts.in_training = parts.in_training, None
     parts.unreported = batch
@@ -172,8 +184,11 @@ def step_done(parts: Parts) -> None:
         parts.prompts.done(group.prompt)
 
 
-def report_step(parts: Parts, metrics: dict[str, float]) -> None:
-    """Show and write the step just done, once: returns when that is so, whoever does it."""
+def report_step(parts: Parts, metrics: dict[str, float], skipped: str = "") -> None:
+    """Show and write the step just done, once: returns when that is so, whoever does it.
+
+    ``skipped`` says why an update was skipped, if one was: its batch is then kept for people to look at.
+    """
     with parts.reporting:
         batch, parts.unreported = parts.unreported, None
         if batch is None:
@@ -181,8 +196,21 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
         parts.watch.count("tokens/lost", batch.unscored_tokens)
         counts = parts.episodes.take_counts()
         done = parts.steps_done
+        if skipped:
+            parts.watch.skipped(done, skipped, batch.groups, batch.advantages)
         metrics = metrics | batch.filtered | counts | engine_counts(parts)
         parts.watch.step(done, metrics, batch.groups, batch.advantages, version=done - 1)
+
+
+def refuse_to_go_on_without_learning(parts: Parts, skipped: str) -> None:
+    """Raise :class:`NonFiniteError` when ``learner.max_skipped_steps`` steps in a row had an update skipped."""
+    parts.skipped_in_a_row = parts.skipped_in_a_row + 1 if skipped else 0
+    limit = parts.config.learner.max_skipped_steps
+    if parts.skipped_in_a_row >= limit:
+        raise NonFiniteError(
+            f"{limit} steps in a row (learner.max_skipped_steps) had an update whose loss or gradient is not finite, "
+            f"lastly step {parts.steps_done}: {skipped}. The batches are in the run folder, rollouts/skipped_step_*"
+        )
 
 
 def engine_counts(parts: Parts) -> dict[str, float]:
@@ -210,7 +238,15 @@ async def next_batch(parts: Parts) -> Batch:
             continue
         groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return make_batch(groups, config.algorithm, config.sampling.max_tokens)
+    return make_batch(groups, config.algorithm, config.sampling.max_tokens, await kl_penalties(parts, groups))
+
+
+async def kl_penalties(parts: Parts, groups: list[Group]) -> list[float] | None:
+    """What leaving the reference model costs each rollout in reward; ``None`` unless the penalty enters there."""
+    kl = parts.config.algorithm.kl
+    if kl.coefficient == 0 or kl.place != "reward":
+        return None
+    return await parts.learner.kl_penalties(train_rollouts(groups))
 
 
 async def push(parts: Parts, version: int) -> None:

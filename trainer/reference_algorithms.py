@@ -11,14 +11,13 @@ from omegaconf import OmegaConf
 from trainer.algorithm.advantages import ADVANTAGES
 from trainer.algorithm.aggregation import AGGREGATIONS
 from trainer.algorithm.choices import Choice
-from trainer.algorithm.combinations import problem
 from trainer.algorithm.objectives import OBJECTIVES
 from trainer.algorithm.proximal import PROXIMAL_POLICIES
 from trainer.algorithm.ratios import LEVELS
 from trainer.algorithm.regularisers import KL_ESTIMATORS
 from trainer.allowed import EXTENSIBLE
 from trainer.checks import get
-from trainer.config import AlgorithmConfig, Config, SamplingConfig
+from trainer.config import Config
 
 INTRODUCTION = """\
 # Algorithms
@@ -95,11 +94,6 @@ def _presets() -> list[str]:
         keys = ", ".join(
             f"`{key}` {_shown(value)}" for key, value in _leaves(OmegaConf.to_container(OmegaConf.create(text)))
         )
-        config: Any = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.create(text))
-        )
-        if (problem(config, SamplingConfig()) or "").find("not built yet") >= 0:
-            about += " *Not built yet.*"
         rows.append(f"| `{path.name.removesuffix('.yaml')}` | {about} | {keys} |")
     return rows
 

@@ -143,7 +143,7 @@ async def train_and_save(parts: Parts) -> None:
 
 
 async def save_on_interrupt(parts: Parts, training: asyncio.Task[None]) -> None:
-    """A checkpoint after the optimizer steps made so far; the step in progress is given up, rollouts are kept.
+    """A checkpoint after the steps made so far; the step in progress is given up, rollouts are kept.
 
     Raises ``RuntimeError`` when no checkpoint could be written: the run has then failed, not been interrupted.
     """

@@ -46,7 +46,7 @@ class RunState:
     """What ``state.json`` holds."""
 
     step: int
-    """Optimizer steps made; also the policy version."""
+    """Batches learned from; also the policy version."""
     model: str
     """The model folder or id that the run started from."""
     prompts: dict[str, Any]
@@ -58,7 +58,7 @@ class RunState:
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    """The folder of the checkpoint after ``step`` optimizer steps."""
+    """The folder of the checkpoint after ``step`` steps."""
     return Path(run_dir).absolute() / "checkpoints" / f"step_{step}"
 
 
@@ -170,7 +170,7 @@ async def rollouts_now(parts: Parts, limit: float = COLLECT_SECONDS) -> dict[str
 
 
 async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = None) -> Path:
-    """Write the checkpoint after the optimizer steps made so far and return its folder.
+    """Write the checkpoint after the steps made so far and return its folder.
 
     ``newest`` is what :func:`rollouts_now` returned while rollouts were sampled; unless given, it is asked for.
     """

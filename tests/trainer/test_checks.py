@@ -48,9 +48,14 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"algorithm.correction.weight_high": math.inf}, ["weight_high=inf", "finite"]),
         ({"algorithm.correction.weight_high": 0.5}, ["weight_high=0.5", "ratio 1 between"]),
         ({"algorithm.filter.overlong_buffer": 999}, ["overlong_buffer=999"]),
-        ({"algorithm.proximal": "recomputed"}, ["not built yet", "log_linear"]),
-        ({"algorithm.correction.second_moment": 0.04}, ["not built yet", "second_moment"]),
-        ({"algorithm.kl.coefficient": 0.1}, ["not built yet", "reference model"]),
+        ({"learner.epochs": 2}, ["algorithm.proximal=current", "no trust region", "recomputed"]),
+        ({"learner.minibatches": 2}, ["algorithm.proximal=current", "no trust region", "recomputed"]),
+        (GSPO | {"algorithm.proximal": "recomputed"}, ["no effect", "one update a batch"]),
+        ({"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1"}, ["mean zero", "estimator=k2"]),
+        ({"learner.minibatches": 1000, "algorithm.proximal": "recomputed"}, ["batch.prompts", "learner.epochs"]),
+        ({"learner.offload": True}, ["learner.zero_stage"]),
+        ({"learner.offload": True, "learner.zero_stage": 2}, ["hardware=cpu", "saves nothing"]),
+        ({"optimizer.schedule": "cosin"}, ["did you mean `cosine`"]),
         ({"algorithm.objective": "nowhere.at.all"}, ["algorithm.objective", "'nowhere'"]),
         ({"algorithm.objective": "math.exp"}, ["algorithm.objective=math.exp", "(batch, proximal,"]),
         ({"algorithm.advantage": "math.pi"}, ["algorithm.advantage=math.pi", "(statistics)"]),
@@ -72,6 +77,11 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"sampling.group_size": 1}, ["group_size=1"]),
         ({"engine.max_model_len": 8}, ["no room for a prompt"]),
         ({"learner.ranks": 1000}, ["learner.ranks=1000"]),
+        (
+            {"learner.ranks": 3, "learner.minibatches": 2, "batch.prompts": 2, "sampling.group_size": 2}
+            | {"algorithm.proximal": "recomputed"},
+            ["learner.minibatches=2", "leaves 2 rollouts", "learner.ranks=3"],
+        ),
         ({"weight_sync.backend": "nccl"}, ["needs GPUs"]),
         ({"weight_sync.backend": "gloo", "hardware": "gpu"}, ["hardware=gpu", "weight_sync.backend=nccl"]),
         ({"weight_sync.backend": "gloo", "hardware": "cluster"}, ["hardware=cluster", "weight_sync.backend=nccl"]),
@@ -88,6 +98,23 @@ def test_a_configuration_that_cannot_work_is_answered_in_one_paragraph_that_name
 
 def test_uncorrected_training_is_possible_when_asked_for_by_name():
     check(tiny_config({"algorithm.correction.weight": "none", "algorithm.allow_uncorrected": True}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.proximal": "recomputed", "learner.epochs": 2, "learner.minibatches": 2},
+        {"algorithm.proximal": "log_linear", "learner.epochs": 2},
+        {"algorithm.objective": "reinforce", "learner.epochs": 2},
+        {"algorithm.objective": "cispo", "algorithm.proximal": "recomputed", "learner.epochs": 2},
+        {"algorithm.kl.coefficient": 0.1},
+        {"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1", "algorithm.kl.place": "reward"},
+        {"learner.offload": True, "learner.zero_stage": 1, "hardware": "gpu"},
+    ],
+    ids=str,
+)
+def test_what_the_learner_is_built_for_is_accepted(changes):
+    check(tiny_config(changes))
 
 
 @pytest.mark.parametrize("key", ["clip_low", "clip_high", "correction.weight_high"])

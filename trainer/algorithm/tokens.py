@@ -48,4 +48,6 @@ def token_batch(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> TokenBa
         group=micro.group,
         lags=micro.lags,
         entropy=entropy,
+        proximal_logprobs=micro.proximal_logprobs,
+        reference_logprobs=micro.reference_logprobs,
     )

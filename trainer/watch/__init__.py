@@ -95,6 +95,12 @@ class Watch:
         for name, start, seconds in record.phases:
             self.trace.complete("push", name, start, seconds)
 
+    def skipped(self, step: int, reason: str, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
+        """An update of the step was skipped for ``reason``: count it and keep its batch, as :meth:`step` takes it."""
+        self.count("steps/skipped", 1)
+        path = self._folder.write_rollouts(step, groups, advantages, skipped=reason)
+        logger.warning("step %d: an update was skipped: %s (the batch is in %s)", step, reason, path)
+
     def step(
         self,
         step: int,

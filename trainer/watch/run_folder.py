@@ -67,14 +67,18 @@ class RunFolder:
         self._metrics.write(_json({"step": step, **metrics}) + "\n")
         self._metrics.flush()
 
-    def write_rollouts(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Path:
+    def write_rollouts(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]], skipped: str = ""
+    ) -> Path:
         """Write ``rollouts/step_<n>.jsonl``, a line a rollout. ``advantages`` has the shape of the groups.
 
-        Raises :class:`ValueError` when it has not.
+        ``skipped`` says why an update on them was skipped: the file is then ``skipped_step_<n>.jsonl``, and each line
+        holds the reason too. Raises :class:`ValueError` when ``advantages`` has another shape.
         """
-        path = self.path / "rollouts" / f"step_{step}.jsonl"
+        path = self.path / "rollouts" / f"{'skipped_' if skipped else ''}step_{step}.jsonl"
+        reason = {"skipped": skipped} if skipped else {}
         # Token columns are finite by the constructor of a rollout: no second pass over every token.
-        lines = [json.dumps(row, ensure_ascii=False) for row in rollout_rows(step, groups, advantages)]
+        lines = [json.dumps(row | reason, ensure_ascii=False) for row in rollout_rows(step, groups, advantages)]
         write_atomically(path, "".join(line + "\n" for line in lines))
         return path
 
@@ -117,8 +121,8 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if path.exists():
             write_atomically(path, "".join(_lines_until(path.read_text(encoding="utf-8"), step)))
-        for file in (self.path / "rollouts").glob("step_*.jsonl"):
-            match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+        for file in (self.path / "rollouts").glob("*step_*.jsonl"):
+            match = re.fullmatch(r"(?:skipped_)?step_(\d+)\.jsonl", file.name)
             if match and int(match[1]) > step:
                 file.unlink()
 
