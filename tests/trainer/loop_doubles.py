@@ -14,6 +14,7 @@ from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
 from trainer.episodes import SingleTurn
 from trainer.loop import Parts
+from trainer.step_metrics import StepResult
 from weight_sync.push import PushReport
 
 
@@ -61,15 +62,22 @@ class Learner:
 
     bound: int
     batches: list[Any] = field(default_factory=list)
+    skips: frozenset[int] = frozenset()
+    """Versions at which an update is skipped."""
 
-    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
+    async def kl_penalties(self, rollouts: Any) -> list[float]:
+        """As if only every second rollout had left the reference."""
+        await asyncio.sleep(0)
+        return [0.5 * (number % 2) for number, _ in enumerate(rollouts)]
+
+    async def train(self, rollouts: Any, version: int) -> StepResult:
         for rollout in rollouts:
             for token_version, seen in zip(rollout.versions, rollout.loss_mask, strict=True):
                 assert not seen or version - token_version <= self.bound
         self.batches.append(rollouts)
         for _ in range(5):
             await asyncio.sleep(0)
-        return {"policy/loss": 0.0}
+        return StepResult({"policy/loss": 0.0}, "the loss is nan" if version in self.skips else "")
 
 
 @dataclass
@@ -93,6 +101,8 @@ class Watch:
     counts: dict[str, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    kept: list[tuple[int, str, int]] = field(default_factory=list)
+    """Step, reason and number of groups of what was skipped."""
 
     @property
     def trace(self) -> Watch:
@@ -109,6 +119,9 @@ class Watch:
 
     def push(self, record: Any) -> None:
         pass
+
+    def skipped(self, step: int, reason: str, groups: Any, advantages: Any) -> None:
+        self.kept.append((step, reason, len(groups)))
 
     def step(self, step: int, metrics: Any, groups: Any, advantages: Any, *, version: int) -> None:
         assert version == step - 1

@@ -18,7 +18,9 @@ from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
-from trainer.loop import Parts, RewardError, train
+from trainer.config import KLConfig
+from trainer.loop import NonFiniteError, Parts, RewardError, train
+from trainer.step_metrics import StepResult
 from weight_sync import push as weight_push
 from weight_sync.push import PushReport
 from weight_sync.simulated import SimulatedSender
@@ -89,6 +91,35 @@ async def test_rewards_that_score_nothing_end_the_run_with_what_they_did():
     assert failure.group_contains(RewardError, match="reward/failed")
 
 
+async def test_a_skipped_update_keeps_its_batch_and_its_version_is_published_like_any_other():
+    run = await finish(parts(learner=Learner(1, skips=frozenset({1, 2, 4}))))
+    assert run.watch.kept == [(step, "the loss is nan", 3) for step in (2, 3, 5)]
+    assert run.pusher.pushed == [0, 1, 2, 3, 4, 5, 6]
+    assert run.watch.steps == [1, 2, 3, 4, 5, 6]
+
+
+async def test_skipped_steps_in_a_row_end_the_run_with_the_reason_after_the_last_was_written():
+    run = parts(learner=Learner(1, skips=frozenset({0, 2, 3, 4, 5})))
+    with pytest.raises(ExceptionGroup) as failure:
+        await finish(run)
+    assert failure.group_contains(
+        NonFiniteError, match=r"3 steps in a row .*max_skipped_steps.*step 5: the loss is nan"
+    )
+    assert run.watch.steps == [1, 2, 3, 4, 5]
+    assert [step for step, *_ in run.watch.kept] == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+async def test_what_a_rollout_pays_for_leaving_the_reference_enters_its_advantage_where_the_reward_is_its_place(place):
+    run = parts(steps=2)
+    run.config.algorithm.kl = KLConfig(coefficient=0.1, place=place)
+    run.config.algorithm.advantage = "dr_grpo"
+    await finish(run)
+    paid = 0.5 if place == "reward" else 0.0
+    for batch in run.learner.batches:
+        assert [rollout.advantage for rollout in batch] == [-(1.0 - paid) / 2, (1.0 - paid) / 2] * 3
+
+
 async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner_waiting():
     with pytest.raises(ExceptionGroup) as failure:
         await finish(parts(engines=Engines(error_after=4)))
@@ -143,7 +174,7 @@ async def test_a_failed_rollout_costs_its_group_where_that_is_asked_for():
 class SlowLearner(Learner):
     """A step takes half a minute of virtual time."""
 
-    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
+    async def train(self, rollouts: Any, version: int) -> StepResult:
         await asyncio.sleep(30.0)
         return await super().train(rollouts, version)
 

@@ -38,6 +38,7 @@ from trainer.kept_rollouts import ROLLOUTS_FILE
 from trainer.loop import Parts, train
 from trainer.run import train_and_save
 from trainer.state import checkpoints, continue_from, find_checkpoint, load_state
+from trainer.step_metrics import StepResult
 from trainer.watch import Watch
 from weight_sync.push import Pusher
 from weight_sync.simulated import SimulatedSender
@@ -54,14 +55,14 @@ class Learner:
     made: int = 0
     trained: list[str] = field(default_factory=list)
 
-    async def train(self, rollouts: Sequence[Any], version: int) -> dict[str, float]:
+    async def train(self, rollouts: Sequence[Any], version: int) -> StepResult:
         for rollout in rollouts:
             versions = [v for v, seen in zip(rollout.versions, rollout.loss_mask, strict=True) if seen]
             assert not versions or 0 <= version - max(versions) <= version - min(versions) <= BOUND
         await asyncio.sleep(29.0)
         self.made += 1
         await asyncio.sleep(1.0)
-        return {"policy/loss": 0.0}
+        return StepResult({"policy/loss": 0.0})
 
     async def interrupt(self) -> None:
         await asyncio.sleep(0.1)

@@ -56,6 +56,7 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
         "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
         "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
         "engines/lost", "engines/restarted", "rollouts/stalled", "tokens/cached", "tokens/surplus",
+        "steps/skipped",
     }  # fmt: skip
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", 2, 2)
     assert summary["tokens/generated"] == summary["tokens/trained"] == 16
@@ -73,6 +74,15 @@ def test_throughput_of_a_step_counts_only_what_finished_since_the_step_before(co
     assert first["throughput/generated_tokens_per_second"] > 0
     assert second["throughput/generated_tokens_per_second"] == 0
     watch.close("done")
+
+
+def test_a_skipped_update_is_counted_and_said_and_its_batch_is_kept(tmp_path, config, scored, group, caplog):
+    watch = Watch(config, stream=io.StringIO())
+    watch.skipped(3, "the loss is nan", [group(scored(1.0))], [[0.5]])
+    summary = watch.close("done")
+    assert summary["steps/skipped"] == 1
+    assert (tmp_path / "run" / "rollouts" / "skipped_step_3.jsonl").is_file()
+    assert "step 3: an update was skipped: the loss is nan" in caplog.text
 
 
 def test_a_failed_run_names_its_error_in_the_summary_and_on_the_screen(tmp_path, config):
