@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import learner_spec
-from trainer.batching import TrainRollout
 from trainer.config import LearnerConfig
+from trainer.train_rollout import TrainRollout
 
 VOCABULARY = 17
 
@@ -68,21 +68,24 @@ async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ra
     group = LearnerGroup(spec)
     await group.start()
     before = await group.logprobs([[1, 2, 3]])
-    metrics = await group.train(rollouts(), version=0)
+    metrics = (await group.train(rollouts(), version=0)).metrics
     assert metrics["tokens/trained"] == 20
     assert metrics["policy/grad_norm"] > 0
     after = await group.logprobs([[1, 2, 3]])
     assert before != after
     await group.save(tmp_path / "checkpoint")
+    assert "policy/loss is" in (await group.train(rollouts(advantage=3e38), version=1)).skipped
+    assert await group.steps_done() == 2
     with pytest.raises(
-        LearnerError, match=r"train failed on rank 0: NonFiniteError: policy/loss is .*rank 1"
+        LearnerError, match=r"kl_penalties failed on rank 0: RuntimeError: .*no reference.*rank 1"
     ) as caught:
-        await group.train(rollouts(advantage=3e38), version=1)
-    assert type(caught.value.__cause__).__name__ == "NonFiniteError"
+        await group.kl_penalties(rollouts())
+    assert type(caught.value.__cause__).__name__ == "RuntimeError"
     with pytest.raises(LearnerError, match=r"load failed on rank 0: FileNotFoundError: .*holds no learner checkpoint"):
         await group.load(tmp_path)
     await group.load(tmp_path / "checkpoint")
     assert await group.logprobs([[1, 2, 3]]) == after
+    assert await group.steps_done() == 1
     actors = list(group._actors)
     await group.close()
     await group.close()
