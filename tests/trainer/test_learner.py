@@ -3,7 +3,6 @@
 All scenarios of a world size run one after another in the same processes, because starting them is what takes time.
 """
 
-import random
 import socket
 import time
 from pathlib import Path
@@ -13,12 +12,20 @@ import pytest
 import torch
 
 from tests.tiny import learner_spec
+from tests.trainer.plain_loop import (
+    batch,
+    decoupled_loss,
+    distance,
+    m2po_loss,
+    reference_update,
+    response_logprobs,
+    tiny_model,
+)
 from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerConfig, OptimizerConfig
 from trainer.learner import Learner
 from trainer.learner_setup import LearnerSpec
-from trainer.train_rollout import TrainRollout, split_minibatches
+from trainer.train_rollout import TrainRollout
 
-VOCABULARY = 23
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2)
 SEQUENCES = [[1, 2, 3, 4], [5, 6]]
 SEVERAL = {
@@ -35,28 +42,6 @@ M2PO = {
     )
 }
 IN_REWARD = AlgorithmConfig(kl=KLConfig(coefficient=0.3, estimator="k1", place="reward"))
-
-
-def batch(seed: int = 0, groups: int = 3, size: int = 4) -> list[TrainRollout]:
-    r = random.Random(seed)
-    rollouts = []
-    for group in range(groups):
-        prompt = tuple(r.choices(range(VOCABULARY), k=3 + 2 * group))
-        for number in range(size):
-            n = r.randint(1, 9)
-            rollouts.append(
-                TrainRollout(
-                    id=f"{group}.{number}",
-                    group=group,
-                    prompt_token_ids=prompt,
-                    response_token_ids=tuple(r.choices(range(VOCABULARY), k=n)),
-                    logprobs=tuple(-2.0 - 2.0 * r.random() for _ in range(n)),
-                    versions=(0,) * n,
-                    loss_mask=tuple(r.random() < 0.8 for _ in range(n)),
-                    advantage=0.0 if number == 3 else r.uniform(-1, 1),
-                )
-            )
-    return rollouts
 
 
 def spec(folder: Path, **changes: Any) -> LearnerSpec:
@@ -215,7 +200,7 @@ def interrupted(
 
 
 def not_finite(learner: Any, stage: int, folder: Path, rank: int) -> tuple[Any, int, dict, dict]:
-    """What a batch with an infinite loss gives, the steps and weights right after it, and weights after a good batch."""
+    """What a batch with an infinite loss gives, steps and weights right after it, and weights after a good batch."""
     one = learner(stage=stage)
     bad = batch(0)
     bad[0] = TrainRollout("huge", 0, bad[0].prompt_token_ids, (1,) * 8, (-3.0,) * 8, (0,) * 8, (True,) * 8, 3e38)
@@ -234,100 +219,6 @@ def drift(learner: Any, dtype: str, folder: Path, rank: int) -> dict[str, torch.
     weights = exported(one, folder / "export", rank)
     one.close()
     return weights
-
-
-def tiny_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def response_logprobs(model: Any, rollout: TrainRollout) -> torch.Tensor:
-    """Of one rollout's response tokens, as a plain sequence."""
-    logits = model(torch.tensor([rollout.prompt_token_ids + rollout.response_token_ids])).logits[0] / 0.8
-    log_p = torch.log_softmax(logits, -1)[len(rollout.prompt_token_ids) - 1 : -1]
-    return log_p[range(len(rollout.response_token_ids)), list(rollout.response_token_ids)]
-
-
-def reference_update(
-    rollouts: list[list[TrainRollout]], loss: Any = None, epochs: int = 1, minibatches: int = 1, first_step: int = 0
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Clipped AdamW steps of a plain PyTorch loop, one rollout at a time: weights and gradient norms.
-
-    ``loss`` is one of the functions below; it gets the log-probabilities, the rollout, and its log-probabilities under
-    the weights before the batch and under those at start, and returns the loss of each token.
-    """
-    model, start = tiny_model(), tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-    norms = []
-    for step, whole in enumerate(rollouts, start=first_step):
-        with torch.no_grad():
-            fixed = {r.id: (response_logprobs(model, r), response_logprobs(start, r)) for r in whole}
-        masks = {r.id: torch.tensor(r.loss_mask) for r in whole}
-        if loss is m2po_loss:
-            masks = m2po_masks(whole, {r.id: fixed[r.id][0] for r in whole})
-        for part in split_minibatches(whole, epochs, minibatches, f"0/{step}"):
-            tokens = sum(int(masks[r.id].sum()) for r in part)
-            total = torch.zeros(())
-            for r in part:
-                per_token = (loss or weighted_loss)(response_logprobs(model, r), r, *fixed[r.id])
-                total = total + (per_token * masks[r.id]).sum() / tokens
-            optimizer.zero_grad()
-            total.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-            optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
-            optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}, norms
-
-
-def weighted_loss(current: torch.Tensor, r: TrainRollout, *_: torch.Tensor) -> torch.Tensor:
-    """The policy gradient with truncated importance weights."""
-    return -(current.detach() - torch.tensor(r.logprobs)).exp().clamp(max=2.0) * r.advantage * current
-
-
-def decoupled_loss(current: torch.Tensor, r: TrainRollout, before: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Clipped ratios against the weights before the batch, weights from there to the engine, a KL penalty (k2)."""
-    ratio = (current - before).exp()
-    clipped = torch.minimum(ratio * r.advantage, ratio.clamp(0.8, 1.2) * r.advantage)
-    weight = (before - torch.tensor(r.logprobs)).exp().clamp(max=2.0)
-    return weight * (-clipped + 0.3 * (current - start).square() / 2)
-
-
-def m2po_loss(current: torch.Tensor, r: TrainRollout, *_: torch.Tensor) -> torch.Tensor:
-    """Ratios against the engine, not clipped."""
-    return -(current - torch.tensor(r.logprobs)).exp() * r.advantage
-
-
-def m2po_masks(rollouts: list[TrainRollout], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is left when the furthest of the tokens that move away are dropped one by one."""
-    masks = {r.id: torch.tensor(r.loss_mask) for r in rollouts}
-    away = []
-    for r in rollouts:
-        for token, log_ratio in enumerate((before[r.id] - torch.tensor(r.logprobs)).tolist()):
-            if r.loss_mask[token] and log_ratio * r.advantage > 0:
-                away.append((log_ratio**2, r.id, token))
-    away.sort()
-    while away and sum(moment for moment, *_ in away) / len(away) > 0.2:
-        _, rollout, token = away.pop()
-        masks[rollout][token] = False
-    return masks
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference of two updates, relative to the norm of the second."""
-    difference = sum(float((a[name].double() - b[name].double()).square().sum()) for name in start)
-    return (difference / sum(float((b[name].double() - start[name].double()).square().sum()) for name in start)) ** 0.5
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
