@@ -110,6 +110,18 @@ def test_dear_attention_puts_fewer_responses_in_a_row():
     assert [row_count(math.inf), row_count(2550), row_count(630), row_count(0)] == [1, 2, 4, 8]
 
 
+def test_ranks_get_the_same_work_where_attention_makes_one_long_row_dearer_than_many_short_ones():
+    rollouts = [rollout("long", 0, 1, 100), *(rollout(str(n), 1 + n, 1, 10) for n in range(40))]
+
+    def tokens(attention_tokens: float) -> list[int]:
+        plan = plan_micro_batches(rollouts, 1000, 2, "padded", attention_tokens)
+        return [sum(row.length for rows in rank for row in rows) for rank in plan.micro_batches]
+
+    assert tokens(math.inf) == [250, 250]  # dense layers alone: as many tokens here as there
+    # 100 tokens cost 100 * 200, 10 cost 10 * 110: in halves of 32,000 there are 29 short rows, and the long with 11.
+    assert tokens(100.0) == [100 + 11 * 10, 29 * 10]
+
+
 def test_a_rollout_over_the_budget_gets_a_micro_batch_of_its_own():
     plan = plan_micro_batches([rollout("a", 0, 3, 50), rollout("b", 1, 3, 5)], 20, 1, "padded")
     assert [[row.rollouts[0].id for row in rows] for rows in plan.micro_batches[0]] == [["a"], ["b"]]
