@@ -156,8 +156,9 @@ async def learn(parts: Parts) -> None:
     """
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        parts.in_training = batch = await next_batch(parts)
+        groups = await next_groups(parts)
         waited = time.monotonic() - started
+        parts.in_training = batch = await batch_of(parts, groups)
 
         version = parts.admission.version
         async with parts.weights:
@@ -222,8 +223,8 @@ def engine_counts(parts: Parts) -> dict[str, float]:
     return {**dict.fromkeys(now, 0.0), **since, "engines/serving": float(parts.engines.serving)}
 
 
-async def next_batch(parts: Parts) -> Batch:
-    """Take groups, oldest first, until the batch is full. Tokens past the staleness bound leave the loss here."""
+async def next_groups(parts: Parts) -> list[Group]:
+    """Take groups, oldest first, until a batch is full. Tokens past the staleness bound leave the loss here."""
     config = parts.config
     groups: list[Group] = []
     while len(groups) < config.batch.prompts:
@@ -238,15 +239,15 @@ async def next_batch(parts: Parts) -> Batch:
             continue
         groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return make_batch(groups, config.algorithm, config.sampling.max_tokens, await kl_penalties(parts, groups))
+    return groups
 
 
-async def kl_penalties(parts: Parts, groups: list[Group]) -> list[float] | None:
-    """What leaving the reference model costs each rollout in reward; ``None`` unless the penalty enters there."""
-    kl = parts.config.algorithm.kl
-    if kl.coefficient == 0 or kl.place != "reward":
-        return None
-    return await parts.learner.kl_penalties(train_rollouts(groups))
+async def batch_of(parts: Parts, groups: list[Group]) -> Batch:
+    """Advantages, from rewards less what leaving the reference model costs where the KL penalty enters the reward."""
+    algorithm, penalties = parts.config.algorithm, None
+    if algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward":
+        penalties = await parts.learner.kl_penalties(train_rollouts(groups))
+    return make_batch(groups, algorithm, parts.config.sampling.max_tokens, penalties)
 
 
 async def push(parts: Parts, version: int) -> None:
