@@ -28,7 +28,10 @@ GIB = 1 << 30
 
 
 class MemoryPeak(threading.Thread):
-    """The largest sum of memory of a process and its descendants, in bytes, sampled once a second."""
+    """The largest sum of memory of a process and its descendants, in bytes, sampled every few seconds.
+
+    Not more often: a sample takes a fifth of a second of CPU time, which the run then lacks.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         super().__init__(daemon=True)
@@ -46,7 +49,7 @@ class MemoryPeak(threading.Thread):
             except psutil.Error:
                 break
             self.peak = max(self.peak, sum(self._memory(pid) for pid in list(self._known)))
-            time.sleep(1.0)
+            time.sleep(5.0)
 
     def _memory(self, pid: int) -> int:
         try:

@@ -61,7 +61,7 @@ class RayEngine:
             num_cpus=self._resources.cpus, num_gpus=self._resources.gpus, max_concurrency=MAX_CONCURRENT_CALLS
         )(Engine)
         self.handle = actor.remote(self._settings)
-        await self._call("start", self._start_timeout)
+        await self._call("start", self._start_timeout, key="engine.start_timeout")
 
     async def generate(self, rollouts: list[Rollout], sampling: Sampling | None = None) -> Returned:
         """No deadline here: the engine itself gives up rollouts that make no progress, and a dead engine raises."""
@@ -106,7 +106,8 @@ class RayEngine:
         if self.handle is not None:
             ray.kill(self.handle)
 
-    async def _call(self, method: str, seconds: float | None, *arguments: Any) -> Any:
+    async def _call(self, method: str, seconds: float | None, *arguments: Any, key: str = "") -> Any:
+        """The actor's answer within ``seconds``, which the configuration sets as ``key``."""
         try:
             if self.handle is None:
                 raise EngineLostError(f"{self.name} has not been started")
@@ -120,7 +121,7 @@ class RayEngine:
             first_line = str(error).partition("\n")[0]
             raise self._named(EngineLostError(f"{self.name} died during `{method}`: {first_line}")) from error
         except TimeoutError as error:  # last: what Ray raises for a remote TimeoutError is one too
-            late = f"{self.name} did not answer `{method}` within {seconds:.0f} s"
+            late = f"{self.name} did not answer `{method}` within {seconds:g} s" + (f" ({key})" if key else "")
             raise self._named(EngineLostError(late)) from error
 
     def _named(self, error: EngineError) -> EngineError:

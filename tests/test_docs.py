@@ -60,4 +60,5 @@ def test_the_reward_functions_of_the_docs_work():
     exec(code[1], functions)
     columns = {"prompts": ["", ""], "completions": ["it is 7", "8"], "answer": ["3 + 4 #### 7", "#### 7"]}
     assert functions["right"](**columns) == [1.0, 0.0]
+    assert functions["right"](prompts=["", ""], completions=["12", ""], answer=["#### 2", "#### 2"]) == [0.0, 0.0]
     assert functions["short"](**columns) == [1.0, 1.0]

@@ -88,9 +88,9 @@ def compose_config(overrides: Sequence[str]) -> Config:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
             return typed(composed)
+    except ConfigError:
+        raise
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(explain(error)) from error
     finally:
         GlobalHydra.instance().clear()
@@ -149,15 +149,14 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return f"`{error.override}` cannot be read as an override: {' '.join(str(error).split())}"
     text = "\n".join(str(part) for part in (error, error.__cause__) if part is not None)
+    full_key = re.search(r"full_key: ([\w.]+)", text)
+    where = f"`{full_key[1]}`: " if full_key else ""
     if match := re.search(r"Could not find '([\w/]+)'(?:.*?Available options in '[\w/]+':\s*(.*))?", text, re.DOTALL):
         return _unknown_option(match[1], (match[2] or "").partition("Config search path")[0].split())
     if match := re.search(r"(?:Key '([^']+)' (?:is )?not in (?:struct|'\w+')|Could not override '([^']+)')", text):
-        full_key = re.search(r"full_key: ([\w.]+)", text)
         key = match[2] or (full_key[1] if full_key else match[1])
         return _unknown_key(key)
     if match := re.search(r"Value (.+?) of type '\w+' could not be converted to (\w+)", text, re.DOTALL):
-        full_key = re.search(r"full_key: ([\w.]+)", text)
-        where = f"`{full_key[1]}`: " if full_key else ""
         return f"{where}the value {match[1]} is not a valid {match[2].lower()}"
     if match := re.search(r"is not a subclass of \w+Config.*?full_key: ([\w.]+)", text, re.DOTALL):
         one = next(key for key in all_keys() if key.startswith(f"{match[1]}."))
@@ -168,9 +167,8 @@ def explain(error: Exception) -> str:
         options = ", ".join((match[2] or "").split())
         return f"no {match[1]} was chosen: add `{match[1]}=NAME`" + (f", one of {options}" if options else "")
     # What OmegaConf says in its first line, without its own types and the override that it was merging.
-    said = [line.strip() for line in text.splitlines() if not re.match(r"\s*(Error merging|\w+_?\w*: |$)", line)]
-    full_key = re.search(r"full_key: ([\w.]+)", text)
-    return (f"`{full_key[1]}`: " if full_key else "") + (said[0] if said else " ".join(text.split()))
+    said = [line.strip() for line in text.splitlines() if not re.match(r"\s*(Error merging|\w+: |$)", line)]
+    return where + (said[0] if said else " ".join(text.split()))
 
 
 def _unknown_key(key: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout
 from trainer.checks import ConfigError
 from trainer.groups import KeptGroups, StartedGroup
+from trainer.watch.run_folder import finite, token_columns
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 
@@ -62,8 +63,8 @@ def read_groups(folder: Path, prompt: Callable[[int], Prompt], first_number: int
 def _rows(kept: KeptGroups) -> Iterator[dict[str, Any]]:
     for number, group in enumerate(kept.scored):
         for item in group.rollouts:
-            score = {"reward": item.reward, "reward_parts": item.reward_parts, "text": item.text, "log": item.log}
-            yield _row(number, group, item.rollout) | score
+            score = {"reward": item.reward, "reward_parts": item.reward_parts, "text": item.text}
+            yield _row(number, group, item.rollout) | score | {"log": finite(item.log)}
     for number, unfinished in enumerate(kept.started, start=len(kept.scored)):
         for rollout in unfinished.rollouts:
             yield _row(number, unfinished, rollout)
@@ -75,11 +76,7 @@ def _row(number: int, group: Group | StartedGroup, rollout: Rollout) -> dict[str
         "prompt_id": group.prompt.id,
         "admitted_version": group.admitted_version,
         "rollout_id": rollout.id,
-        "response_token_ids": rollout.response_token_ids,
-        "logprobs": rollout.logprobs,
-        "versions": rollout.versions,
-        "loss_mask": rollout.loss_mask,
-        "observations": rollout.observations,
+        **token_columns(rollout),
         "finish_reason": rollout.finish_reason,
         "resumes": rollout.resumes,
     }

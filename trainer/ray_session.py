@@ -63,6 +63,8 @@ class RaySession:
 def _set_environment(config: Config) -> None:
     """Before anything imports Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives its workers the niceness 15: whatever else a machine does would take the cores from engines and learner.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if config.hardware == "cpu":
         # Engines and learner share the cores: a thread that spins at a barrier takes a core from the one it waits for.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -36,7 +36,13 @@ In the formulas, `A` is the advantage, `pi` the current policy, `r` the ratio of
 the gradient. Log-ratios are clamped to +-20 before they are exponentiated. What is masked before the update (staleness,
 rollouts without a reward, `algorithm.filter`, M2PO) leaves the denominators; a token that correction or objective leave
 out during the update counts in them, as in the papers' formulas.
+
+With one update a batch, as by default, and `algorithm.proximal=current` the ratio `r` is 1: the bounds of `ppo_clip`
+never act, `policy/clip_fraction_*` stay 0, and the correction does the whole work. Bounds act with several updates
+(`learner.epochs`, `learner.minibatches`) and `algorithm.proximal=recomputed`, with `algorithm.proximal=behaviour
+algorithm.correction.weight=none`, or with `algorithm.proximal=log_linear`.
 """
+
 
 PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
     ("Advantages", "advantage", "Groups of one and of equal rewards get exactly 0 from every group-relative one.",
@@ -53,7 +59,8 @@ PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
      AGGREGATIONS),
     ("KL estimators", "kl.estimator",
      "Of KL(current, reference), with `x = log pi - log pi_reference`. Which one is right depends on where it enters: "
-     "`algorithm.kl.place=reward` asks for k1, `algorithm.kl.place=loss` for k2 (arXiv:2510.01555).", KL_ESTIMATORS),
+     "`algorithm.kl.place=reward` asks for k1, `algorithm.kl.place=loss` for k2 (arXiv:2510.01555).",
+     KL_ESTIMATORS),
 )  # fmt: skip
 
 
@@ -61,12 +68,12 @@ def algorithms_page() -> str:
     """The page ``docs/reference/algorithms.md``."""
     lines = [INTRODUCTION, "## Presets", "", *_presets(), ""]
     for title, key, text, choices in PARTS:
-        lines += [f"## {title}", "", f"`algorithm.{key}`. {text}", "", *_table(choices), ""]
+        lines += [f"## {title}", "", f"`algorithm.{key}`. {text}", "", *_table(key, choices), ""]
     lines += ["## Your own", "", *_own()]
     return "\n".join(lines) + "\n"
 
 
-def _table(choices: Mapping[str, Choice]) -> list[str]:
+def _table(key: str, choices: Mapping[str, Choice]) -> list[str]:
     rows = []
     for name, choice in choices.items():
         cells = (f"`{name}`", f"`{_cell(choice.formula)}`", choice.source, _defaults(choice), choice.off_policy)

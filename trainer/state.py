@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.task import DataError
 from trainer.checks import ConfigError
@@ -118,7 +119,8 @@ def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple
 def _resumable(kept: KeptGroups, sampling: SamplingConfig) -> KeptGroups:
     """Where no rollout can be continued exactly (see :attr:`generator.resume.Sampling.resumable`), unfinished ones
     begin again instead."""
-    if not (sampling.presence_penalty or sampling.frequency_penalty):
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+    if Sampling(sampling.max_tokens, presence_penalty=presence, frequency_penalty=frequency).resumable:
         return kept
     started = (
         replace(group, rollouts=tuple(one if one.finish_reason else one.first(0) for one in group.rollouts))

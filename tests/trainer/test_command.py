@@ -330,13 +330,16 @@ def wait_for(condition: Callable[[], bool], patience: float = 300.0) -> None:
         time.sleep(0.5)
 
 
-def test_the_jobs_of_a_sweep_have_run_folders_of_their_own(tmp_path):
-    overrides = ["recipe=ci_tiny", "steps=1", "seed=0,1", f"run_dir={tmp_path}/sweep", "logger.wandb.mode=disabled"]
+def test_the_jobs_of_a_sweep_have_run_folders_of_their_own_and_one_that_fails_does_not_end_it(tmp_path):
+    overrides = ["recipe=ci_tiny", "seed=0,1", f"run_dir={tmp_path}/sweep", "logger.wandb.mode=disabled"]
     done = subprocess.run(
-        command(*overrides, "--multirun"), capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        command(*overrides, "engine.start_timeout=0.01", "--multirun"),
+        capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
     for job in (0, 1):
         folder = tmp_path / "sweep" / str(job)
-        assert json.loads((folder / "summary.json").read_text())["steps"] == 1
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["status"] == "failed"
+        assert "engine.start_timeout" in summary["error"]
         assert yaml.safe_load((folder / "config.yaml").read_text())["seed"] == job

@@ -84,6 +84,14 @@ def test_groups_read_back_as_they_were_written(tmp_path):
     assert read_groups(tmp_path, PROMPTS.__getitem__, 4) == kept
 
 
+def test_what_an_environment_logged_cannot_cost_the_checkpoint(tmp_path):
+    group = scored(1, 4)
+    logged = replace(group, rollouts=(replace(group.rollouts[0], log={"temperature": float("nan")}),))
+    write_groups(tmp_path, KeptGroups(scored=(logged,)))
+    (kept,) = read_groups(tmp_path, PROMPTS.__getitem__, 0).scored
+    assert kept.rollouts[0].log == {"temperature": None}
+
+
 @pytest.mark.parametrize("kept", [KeptGroups(), KeptGroups(first_number=3)])
 def test_nothing_in_flight_is_an_empty_file(kept, tmp_path):
     write_groups(tmp_path, kept)

@@ -142,7 +142,7 @@ class Partial(DeepSpeedSource):
     """A source that leaves out a tensor, or sends it in another shape: a learner with a defect."""
 
     def __init__(self, model: torch.nn.Module, *, without: str = "", halved: str = "") -> None:
-        super().__init__(model)
+        super().__init__(model, bucket_bytes=BUCKET_BYTES)
         self._without, self._halved = without, halved
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -239,7 +239,7 @@ def test_a_sender_that_dies_in_mid_stream_fails_the_engine_s_update_and_a_full_p
                     raise RuntimeError("the learner fell over")
                 yield pair
 
-    sender = engine.connected_sender(Dying(tiny_llama(2)))
+    sender = engine.connected_sender(Dying(tiny_llama(2), bucket_bytes=BUCKET_BYTES))
     with pytest.raises(PushError, match="the learner fell over"):
         sender.send(30)
     sender = engine.connected_sender(DeepSpeedSource(model_a, bucket_bytes=50_000))

