@@ -5,8 +5,10 @@ sees the prompt and itself only, and its positions start right after the prompt,
 the plain sequence prompt + response. The first response token is predicted by the last prompt token, and nothing is
 predicted by the last response token, which is therefore never fed.
 
-With ``shared_prompt`` packing a row takes as many responses of a group as pay off; with ``padded`` packing a row is one
-rollout. Everything after the forward pass is flat ``[T]`` and the same for both.
+With ``shared_prompt`` packing a row takes as many responses of a group as the token budget allows, and the rows of a
+micro-batch stand one behind the other, without padding; their attention is :mod:`trainer.packed_attention`. With
+``padded`` packing a row is one rollout, rows stand below each other, padded to the longest, and any attention will do.
+Everything after the forward pass is flat ``[T]`` and the same for both.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ class Row:
         """Tokens fed: the prompt once, and every response but for its last token."""
         return len(self.rollouts[0].prompt_token_ids) + sum(_fed(rollout) for rollout in self.rollouts)
 
+    def work(self, attention_tokens: float) -> float:
+        """What the forward pass of the row costs, in tokens of its dense layers; see :func:`plan_micro_batches`."""
+        prompt = len(self.rollouts[0].prompt_token_ids)
+        attended = prompt**2 + sum(_fed(rollout) * (2 * prompt + _fed(rollout)) for rollout in self.rollouts)
+        return self.length + attended / 2 / attention_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -59,19 +67,24 @@ class BatchPlan:
     @property
     def padded_tokens(self) -> int:
         """Tokens of the forward pass over all ranks, padding counted."""
-        return sum(_padded_tokens(rows) for rank in self.micro_batches for rows in rank)
+        return sum(_size(rows, self.packing) for rank in self.micro_batches for rows in rank)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The tensors of one forward and backward pass. ``B`` rows of ``L`` tokens hold ``T`` response tokens."""
+    """The tensors of one forward and backward pass: ``B x L`` tokens with ``T`` response tokens among them.
+
+    ``B`` is 1 with shared prompts, and the number of rows where they are padded.
+    """
 
     input_ids: Tensor
     """``[B, L]`` int64."""
     position_ids: Tensor
     """``[B, L]`` int64."""
-    attention_mask: Tensor
-    """Bool, true where attended: ``[B, 1, L, L]`` for shared prompts, ``[B, L]`` for padded rows."""
+    attention_mask: Tensor | None
+    """``[B, L]`` bool, false in padding; for padded rows only."""
+    segments: Tensor | None
+    """``[S, 2]`` int64, as :class:`trainer.packed_attention.Segments` takes it; for shared prompts only."""
     predictor_index: Tensor
     """``[T]`` int64: flat index into ``B * L`` of the hidden state that predicts the token."""
     targets: Tensor
@@ -94,8 +107,8 @@ class MicroBatch:
     """``[T]`` float32, where the rollouts carry it."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on another device."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The same micro-batch on another device, but for its segments: they are read on the CPU."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "segments"}
         moved = {name: column.to(device, non_blocking=True) for name, column in columns.items() if column is not None}
         return replace(self, **moved)
 
@@ -113,8 +126,8 @@ def plan_micro_batches(
     Rollouts that cannot change the loss are left out: those without a token that it sees and, unless ``feed_all``,
     those with advantage 0. A row longer than the budget cannot be split and gets a micro-batch of its own.
     ``attention_tokens`` is the context length at which attending to it costs as much as the dense layers do (about six
-    times the hidden size); it decides how many responses share a row, because attention over a long row costs more than
-    the prompt that it saves. The plan is a pure function of its arguments: every rank can compute it for itself.
+    times the hidden size): ranks get the same work, not the same tokens. The plan is a pure function of its arguments:
+    every rank can compute it for itself.
 
     Raises ``ValueError`` for a budget or rank count below 1, or when rollouts of one group differ in their prompt.
     """
@@ -124,10 +137,12 @@ def plan_micro_batches(
     for rollout in rollouts:
         if any(rollout.loss_mask) and (feed_all or rollout.advantage != 0.0):
             groups.setdefault(rollout.group, []).append(rollout)
-    rows: list[Row] = []
-    for group in groups.values():
-        rows += _shared_rows(group, token_budget, attention_tokens) if packing == "shared_prompt" else _single(group)
-    micro_batches = [_fill(share, token_budget) for share in _balance(rows, ranks, attention_tokens)]
+    rows = [Row((rollout,)) for group in groups.values() for rollout in group]
+    if packing == "shared_prompt":
+        whole = [Row(tuple(group)).length for group in groups.values()]
+        limit = min(token_budget, math.ceil(sum(whole) / ranks))  # no rank goes without, where groups are few
+        rows = [row for group in groups.values() for row in _shared_rows(group, limit)]
+    micro_batches = [_fill(share, token_budget, packing) for share in _balance(rows, ranks, attention_tokens)]
     prompt_tokens = [0] * (1 + max((rollout.group for rollout in rollouts), default=-1))
     for rollout in rollouts:
         prompt_tokens[rollout.group] += sum(rollout.loss_mask)
@@ -147,35 +162,45 @@ def plan_micro_batches(
 def build_micro_batch(rows: Sequence[Row], version: int, packing: Packing) -> MicroBatch:
     """Lay rows out as tensors on the CPU. ``version`` is the learner's policy version.
 
-    No rows give a micro-batch of one unattended token and ``T = 0``.
+    No rows give a micro-batch of one token and ``T = 0``.
     """
-    batch, length = max(1, len(rows)), max([1, *(row.length for row in rows)])
-    input_ids = np.zeros((batch, length), dtype=np.int64)
-    position_ids = np.zeros((batch, length), dtype=np.int64)
-    segment = np.full((batch, length), _PADDING, dtype=np.int64)
+    lengths = [row.length for row in rows]
+    packed = packing == "shared_prompt"
+    shape = (1, sum(lengths)) if packed else (len(rows), max(lengths, default=0))
+    if not rows:
+        shape = (1, 1)
+    input_ids, position_ids = np.zeros(math.prod(shape), dtype=np.int64), np.zeros(math.prod(shape), dtype=np.int64)
     predictors: list[np.ndarray] = []
-    for b, row in enumerate(rows):
+    segments: list[tuple[int, int]] = []
+    for number, row in enumerate(rows):
+        start = sum(lengths[:number]) if packed else number * shape[1]
         prompt = row.rollouts[0].prompt_token_ids
-        end = len(prompt)
-        input_ids[b, :end], position_ids[b, :end], segment[b, :end] = prompt, np.arange(end), _PROMPT
-        for number, rollout in enumerate(row.rollouts):
-            fed, start = _fed(rollout), end
-            end += fed
-            input_ids[b, start:end] = rollout.response_token_ids[:fed]
-            position_ids[b, start:end] = len(prompt) + np.arange(fed)
-            segment[b, start:end] = _PROMPT + 1 + number
-            predictors.append(b * length + np.concatenate([[len(prompt) - 1], np.arange(start, end)]))
-    attended = torch.from_numpy(segment)
+        end = start + len(prompt)
+        last = end - 1
+        input_ids[start:end], position_ids[start:end] = prompt, np.arange(len(prompt))
+        for rollout in row.rollouts:
+            first, end = end, end + _fed(rollout)
+            input_ids[first:end] = rollout.response_token_ids[: end - first]
+            position_ids[first:end] = len(prompt) + np.arange(end - first)
+            predictors.append(np.concatenate([[last], np.arange(first, end)]))
+        segments += _segments(row, len(segments))
+    padding = np.arange(shape[1]) >= np.asarray(lengths or [0])[:, None]
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(position_ids),
-        attention_mask=_shared_prompt_mask(attended) if packing == "shared_prompt" else attended != _PADDING,
+        input_ids=torch.from_numpy(input_ids).view(shape),
+        position_ids=torch.from_numpy(position_ids).view(shape),
+        attention_mask=None if packed else torch.from_numpy(~padding),
+        segments=torch.tensor(segments or [(1, 0)]) if packed else None,
         predictor_index=_flat(predictors, torch.int64),
         **token_columns([rollout for row in rows for rollout in row.rollouts], version),
     )
 
 
-_PADDING, _PROMPT = -1, 0
+def _segments(row: Row, number: int) -> list[tuple[int, int]]:
+    """Length and prompt of each segment of a row, the first of which is segment ``number``."""
+    if len(row.rollouts) == 1:
+        return [(row.length, number)]
+    responses = [(_fed(rollout), number) for rollout in row.rollouts if _fed(rollout)]
+    return [(len(row.rollouts[0].prompt_token_ids), number), *responses]
 
 
 def token_columns(rollouts: Sequence[TrainRollout], version: int) -> dict[str, Any]:
@@ -211,41 +236,20 @@ def _flat(parts: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype) -> 
     return torch.from_numpy(np.concatenate([np.asarray(part) for part in parts])).to(dtype)
 
 
-def _shared_prompt_mask(segment: Tensor) -> Tensor:
-    """``[B, 1, L, L]`` bool from segment numbers ``[B, L]``: causal, and across segments only to the prompt.
-
-    A padding position attends to itself and the padding before it: a query without any key would be NaN.
-    """
-    length = segment.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    query, key = segment[:, :, None], segment[:, None, :]
-    return (causal & ((query == key) | ((key == _PROMPT) & (query != _PADDING))))[:, None]
-
-
 def _fed(rollout: TrainRollout) -> int:
     return max(0, len(rollout.response_token_ids) - 1)
 
 
-def _single(group: list[TrainRollout]) -> list[Row]:
-    return [Row((rollout,)) for rollout in group]
-
-
-def _shared_rows(group: list[TrainRollout], token_budget: int, attention_tokens: float) -> list[Row]:
-    """A group as few rows of about equal length, none over the budget unless a single rollout is.
-
-    With a prompt of ``P`` tokens, ``s`` response tokens a row, and attention as dear as the dense layers at ``A``
-    tokens, a response token costs ``(P + s) (1 + (P + s) / A) / s``, which is least at ``s = sqrt(P (P + A))``.
-    """
+def _shared_rows(group: list[TrainRollout], limit: int) -> list[Row]:
+    """A group as few rows of about equal length, none of more than ``limit`` tokens unless a single rollout is."""
     prompt = group[0].prompt_token_ids
     if any(rollout.prompt_token_ids != prompt for rollout in group):
         raise ValueError(f"group {group[0].group}: its rollouts differ in their prompt, so they cannot share one")
-    total = sum(_fed(rollout) for rollout in group)
-    best = math.sqrt(len(prompt) * (len(prompt) + attention_tokens))
-    room = max(1, token_budget - len(prompt))
-    count = min(len(group), max(1, round(total / best), math.ceil(total / room)))
+    room = max(1, limit - len(prompt))
+    count = min(len(group), max(1, math.ceil(sum(_fed(rollout) for rollout in group) / room)))
     while True:
         rows = [Row(tuple(share)) for share in _balanced_shares(group, count) if share]
-        if count >= len(group) or all(row.length <= token_budget for row in rows):
+        if count >= len(group) or all(row.length <= limit for row in rows):
             return rows
         count += 1
 
@@ -265,25 +269,25 @@ def _balance(rows: list[Row], ranks: int, attention_tokens: float) -> list[list[
     """Rows over ranks, dearest first, each to the rank with the least work so far; in descending length in each."""
     shares: list[list[Row]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
-    for row in sorted(rows, key=lambda row: row.length, reverse=True):
+    for row in sorted(rows, key=lambda row: row.work(attention_tokens), reverse=True):
         lightest = work.index(min(work))
         shares[lightest].append(row)
-        # Dense layers cost the length, attention its square: both times attention_tokens, which may be 0.
-        attends = math.isfinite(attention_tokens)
-        work[lightest] += row.length * (attention_tokens + row.length) if attends else row.length
-    return shares
+        work[lightest] += row.work(attention_tokens)
+    return [sorted(share, key=lambda row: row.length, reverse=True) for share in shares]
 
 
-def _fill(rows: list[Row], token_budget: int) -> list[tuple[Row, ...]]:
+def _fill(rows: list[Row], token_budget: int, packing: Packing) -> list[tuple[Row, ...]]:
     """Rows in descending length into micro-batches within the budget; neighbours in length pad each other least."""
     micro_batches: list[list[Row]] = []
     for row in rows:
-        if micro_batches and (len(micro_batches[-1]) + 1) * micro_batches[-1][0].length <= token_budget:
+        if micro_batches and _size([*micro_batches[-1], row], packing) <= token_budget:
             micro_batches[-1].append(row)
         else:
             micro_batches.append([row])
     return [tuple(micro_batch) for micro_batch in micro_batches]
 
 
-def _padded_tokens(rows: Sequence[Row]) -> int:
-    return len(rows) * max((row.length for row in rows), default=0)
+def _size(rows: Sequence[Row], packing: Packing) -> int:
+    """Tokens of a micro-batch's forward pass, padding counted."""
+    lengths = [row.length for row in rows]
+    return sum(lengths) if packing == "shared_prompt" else len(rows) * max(lengths, default=0)

@@ -128,7 +128,7 @@ class LearnerConfig:
     zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
     offload: bool = False  # on GPU with zero_stage 1 to 3: master weights and optimizer in CPU memory; slower, leaner
     micro_batch_tokens: int = 4096  # token budget of a micro-batch, padding counted
-    packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
+    packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, no padding) or padded (any attention)
     logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
     cpu_threads: int = 0  # 0: on CPU the cores, shared by the ranks; on GPU torch's default

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trainer import packed_attention
 from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
@@ -129,12 +130,22 @@ def load_model(spec: LearnerSpec, path: str) -> Any:
         path,
         config=config,
         dtype=DTYPES[spec.dtype],
-        attn_implementation="sdpa",
+        attn_implementation=attention_for(spec.learner.packing),
         trust_remote_code=spec.trust_remote_code,
     )
     if spec.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def attention_for(packing: str) -> str:
+    """The name of the attention that a model of transformers needs for a ``learner.packing``."""
+    if packing == "padded":
+        return "sdpa"
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+    return packed_attention.NAME
 
 
 def register_head(policy: Any) -> None:

@@ -24,7 +24,13 @@ def forward(model: Any, micro: MicroBatch, temperature: float | None = None) -> 
     ``model`` is a :class:`trainer.policy.PolicyModel`, or a DeepSpeed engine around one.
     """
     logprobs, entropy = model(
-        micro.input_ids, micro.position_ids, micro.attention_mask, micro.predictor_index, micro.targets, temperature
+        micro.input_ids,
+        micro.position_ids,
+        micro.attention_mask,
+        micro.predictor_index,
+        micro.targets,
+        temperature,
+        segments=micro.segments,
     )
     return logprobs, entropy
 
