@@ -72,6 +72,7 @@ AT_LEAST: dict[str, float] = {
     "algorithm.correction.mask_low": 0,
     "algorithm.correction.second_moment": 0,
     "algorithm.kl.coefficient": 0,
+    "algorithm.filter.refill": 0,
     "algorithm.filter.overlong_buffer": 0,
     "algorithm.filter.overlong_penalty": 0,
     "optimizer.learning_rate": 0,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from generator.rollout import Group
 from trainer.admission import Admission, expire
+from trainer.algorithm.filters import keep_group
 from trainer.batch import Batch, make_batch, train_rollouts
 from trainer.config import Config
 from trainer.data import PromptStream
@@ -156,7 +157,7 @@ async def learn(parts: Parts) -> None:
     """
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        groups = await next_groups(parts)
+        groups, replaced = await next_groups(parts)
         waited = time.monotonic() - started
         parts.in_training = batch = await batch_of(parts, groups)
 
@@ -166,7 +167,8 @@ async def learn(parts: Parts) -> None:
                 result = await parts.learner.train(batch.rollouts, version)
             step_done(parts)
             seconds = time.monotonic() - started - waited
-            metrics = result.metrics | {"idle/learner_seconds": waited, "timing/train_seconds": seconds}
+            timing = {"idle/learner_seconds": waited, "timing/train_seconds": seconds}
+            metrics = result.metrics | timing | {"filter/replaced_groups": float(replaced)}
             await push(parts, version + 1)
 
         await asyncio.to_thread(report_step, parts, metrics, result.skipped)
@@ -223,23 +225,38 @@ def engine_counts(parts: Parts) -> dict[str, float]:
     return {**dict.fromkeys(now, 0.0), **since, "engines/serving": float(parts.engines.serving)}
 
 
-async def next_groups(parts: Parts) -> list[Group]:
-    """Take groups, oldest first, until a batch is full. Tokens past the staleness bound leave the loss here."""
+async def next_groups(parts: Parts) -> tuple[list[Group], int]:
+    """Take groups, oldest first, until a batch is full. Tokens past the staleness bound leave the loss here.
+
+    With dynamic sampling (``algorithm.filter.refill``) a group whose rewards are all equal is passed over, and another
+    one sampled; how often that happened is returned too.
+    """
     config = parts.config
+    may_replace = config.algorithm.filter.refill * config.batch.prompts
     groups: list[Group] = []
+    replaced = 0
     while len(groups) < config.batch.prompts:
         group = await parts.groups.take()
         kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
         if kept.group is None:
-            parts.watch.count("tokens/expired", kept.tokens)
-            parts.groups.expired(group)
-            parts.admission.filtered()
+            passed_over(parts, group, kept.tokens)
             parts.prompts.give_back(group.prompt)
-            parts.place_freed.set()
-            continue
-        groups.append(kept.group)
+        elif replaced < may_replace and not keep_group([scored.reward for scored in group.rollouts]):
+            passed_over(parts, group, sum(scored.rollout.sampled_tokens for scored in group.rollouts))
+            parts.prompts.done(group.prompt)
+            replaced += 1
+        else:
+            groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return groups
+    return groups, replaced
+
+
+def passed_over(parts: Parts, group: Group, tokens: int) -> None:
+    """A group just taken from the buffer will not be learned from: its place is free, ``tokens`` are accounted for."""
+    parts.watch.count("tokens/expired", tokens)
+    parts.groups.expired(group)
+    parts.admission.filtered()
+    parts.place_freed.set()
 
 
 async def batch_of(parts: Parts, groups: list[Group]) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,13 +44,15 @@ class Engines:
 
 @dataclass
 class Rewards:
-    """Every second rollout is right; ``broken`` scores nothing."""
+    """Every second rollout is right; ``broken`` scores nothing; of ``flat`` prompts all rollouts are right."""
 
     broken: bool = False
+    flat: Callable[[Prompt], bool] = lambda prompt: False
 
     async def score(self, prompt: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
         assert len(texts) == len(rollouts)
-        rewards = [None if self.broken else float(number % 2) for number in range(len(rollouts))]
+        flat = self.flat(prompt)
+        rewards = [None if self.broken else float(flat or number % 2) for number in range(len(rollouts))]
         return tuple(ScoredRollout(r, t, reward, {}) for r, t, reward in zip(rollouts, texts, rewards, strict=True))
 
     def take_counts(self) -> dict[str, int]:
@@ -100,6 +103,7 @@ class Watch:
     trained: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     kept: list[tuple[int, str, int]] = field(default_factory=list)
     """Step, reason and number of groups of what was skipped."""
@@ -126,6 +130,7 @@ class Watch:
     def step(self, step: int, metrics: Any, groups: Any, advantages: Any, *, version: int) -> None:
         assert version == step - 1
         self.steps.append(step)
+        self.metrics.append(metrics)
         self.groups += groups
         self.trained += sum(sum(r.rollout.loss_mask) for group in groups for r in group.rollouts)
 

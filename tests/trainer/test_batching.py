@@ -109,7 +109,7 @@ def test_a_group_over_the_budget_becomes_several_rows_of_even_length():
 
 
 def test_shared_rows_are_laid_out_without_padding():
-    rollouts = batch() + [rollout("long", 3, 5, 40)]
+    rollouts = [*batch(), rollout("long", 3, 5, 40)]
     plan = plan_micro_batches(rollouts, 10_000, 1, "shared_prompt")
     assert plan.padded_tokens == plan.fed_tokens == built(plan)[0].input_ids.numel()
     padded = plan_micro_batches(rollouts, 10_000, 1, "padded")

@@ -120,6 +120,27 @@ async def test_what_a_rollout_pays_for_leaving_the_reference_enters_its_advantag
         assert [rollout.advantage for rollout in batch] == [-(1.0 - paid) / 2, (1.0 - paid) / 2] * 3
 
 
+async def test_dynamic_sampling_replaces_groups_with_equal_rewards_until_the_batch_teaches_something():
+    run = await finish_refilling(parts(rewards=Rewards(flat=lambda p: p.id % 2 == 0), bound=1, steps=5), refill=8)
+    assert {group.prompt.id % 2 for group in run.watch.groups} == {1}
+    assert all(len(batch) == 3 * 2 for batch in run.learner.batches)
+    replaced = sum(metrics["filter/replaced_groups"] for metrics in run.watch.metrics)
+    assert replaced > 0
+    masked = sum(r.rollout.loss_mask.count(False) for group in run.watch.groups for r in group.rollouts)
+    assert run.watch.generated == run.watch.trained + masked + run.watch.counts["tokens/expired"]
+
+
+async def test_dynamic_sampling_ends_after_so_many_batches_and_takes_what_there_is():
+    run = await finish_refilling(parts(rewards=Rewards(flat=lambda prompt: True), bound=0, steps=3), refill=2)
+    assert [metrics["filter/replaced_groups"] for metrics in run.watch.metrics] == [6, 6, 6]
+    assert run.steps_done == 3
+
+
+async def finish_refilling(run: Parts, refill: int) -> Parts:
+    run.config.algorithm.filter.refill = refill
+    return await finish(run)
+
+
 async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner_waiting():
     with pytest.raises(ExceptionGroup) as failure:
         await finish(parts(engines=Engines(error_after=4)))

@@ -109,7 +109,14 @@ def _data(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]
             f"`sampling.group_size=1`: the advantage `{algorithm.advantage}` compares the rollouts of a group, and one "
             "rollout has nothing to be compared with; use 2 or more, or `algorithm.advantage=reinforce_pp`"
         )
-    buffer = algorithm.filter.overlong_buffer
+    filters = algorithm.filter
+    if sampling.group_size == 1 and (filters.zero_variance or filters.refill):
+        key = "zero_variance=true" if filters.zero_variance else f"refill={filters.refill}"
+        yield (
+            f"`algorithm.filter.{key}` with `sampling.group_size=1` takes out every group: the rewards of one rollout "
+            "are always equal; leave it off, or use 2 or more"
+        )
+    buffer = filters.overlong_buffer
     if buffer > sampling.max_tokens:
         yield (
             f"`algorithm.filter.overlong_buffer={buffer}` is more than `sampling.max_tokens={sampling.max_tokens}`, "

@@ -76,6 +76,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("by_lag/<lag>/token_fraction", "fraction", "trained tokens whose version is this much older: 0, 1, 2, ..."),
     Metric("by_lag/<lag>/<metric>", "", "a `mismatch` or `policy` metric over the tokens of this lag alone"),
     Metric("filter/zero_variance_rollouts", "rollouts", "rollouts left out because their group's rewards are equal"),
+    Metric("filter/replaced_groups", "groups", "groups with equal rewards in whose place others were sampled"),
     Metric("filter/overlong_rollouts", "rollouts", "rollouts left out because they were cut at the response budget"),
     Metric("filter/overlong_penalty_mean", "reward", "reward taken from a rollout for its length, mean"),
     Metric("push/version", "version", "newest version published since the previous step"),
