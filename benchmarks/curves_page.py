@@ -23,9 +23,9 @@ TEXT = """\
 
 A two-layer model from random weights learns to write the letter `a` (`recipe=ci_tiny`): every preset of
 `configs/algorithm`, {seeds} seed(s) each, through the real stack (vLLM, DeepSpeed, Ray, pushes in the middle of
-generations), all with the recipe's learning rate, which is tuned for none of them. The reward is the share of the letter; all
-responses are equally long, so how presets weigh lengths does not show. Lines are means over the seeds, bands one standard
-deviation to each side, the means of the other presets grey behind.
+generations), all with the recipe's learning rate, which is tuned for none of them. The reward is the share of the
+letter; all responses are equally long, so how presets weigh lengths does not show. Lines are means over the seeds,
+bands one standard deviation to each side, the means of the other presets grey behind.
 
 A preset that learns slowly here is no worse for it: its bounds may just be made for smaller steps than these.
 
@@ -55,19 +55,19 @@ def write_page(docs: Path, runs: Sequence[Run], settings: Mapping[str, Any]) -> 
     pictures = {
         "rollouts": small_multiples(
             [against_rollouts(name, group) for name, group in by_preset.items()],
-            "Reward against rollouts", "rollouts learned from", "share of the letter a",
+            "Reward against rollouts", "rollouts learned from", "share of the letter a", y_most=1.0,
         ),
         "seconds": small_multiples(
             [against_seconds(name, group) for name, group in by_preset.items()],
-            "Reward against wall time", "seconds", "share of the letter a",
+            "Reward against wall time", "seconds", "share of the letter a", y_most=1.0,
         ),
     }  # fmt: skip
     for name, picture in pictures.items():
         (docs / f"learning-curves-{name}.svg").write_text(picture)
-    jobs = settings["jobs"]
+    jobs, overrides = settings["jobs"], " ".join(f"`{override}`" for override in settings["overrides"])
     page = TEXT.format(
         seeds=max(len(group) for group in by_preset.values()),
-        how=f"(Commit `{settings['commit']}`, {settings['machine']}; {' '.join(f'`{o}`' for o in settings['overrides'])}.)",
+        how=f"(Commit `{settings['commit']}`, {settings['machine']}; {overrides}.)",
         side_by_side=f", with {jobs} runs side by side" if jobs > 1 else "",
         table=table(by_preset),
     )
@@ -100,7 +100,7 @@ def mean_and_spread(values: np.ndarray) -> tuple[list[float], list[float]]:
 def table(by_preset: Mapping[str, Sequence[Run]]) -> str:
     """First, middle and last steps of each preset, and seconds, in Markdown."""
     lines = [
-        f"| preset | seeds | reward, first {WINDOW} steps | middle {WINDOW} | last {WINDOW} | seconds | start and end |",
+        f"| preset | seeds | reward, first {WINDOW} steps | middle {WINDOW} | last {WINDOW} | seconds | start, end |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, runs in by_preset.items():

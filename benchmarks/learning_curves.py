@@ -1,12 +1,12 @@
 """Learning curves of every preset of ``configs/algorithm``: one small task, the real stack, several seeds.
 
-    python -m benchmarks.learning_curves [--presets a,b] [--seeds 5] [--steps 40] [--jobs 2] [--folder F] [overrides ...]
+    python -m benchmarks.learning_curves [--presets a,b] [--seeds 5] [--steps 40] [--jobs 2] [--folder F] [overrides]
 
-Runs ``python -m trainer recipe=ci_tiny algorithm=PRESET seed=S`` for every preset and seed: a two-layer model from random
-weights learns to write the letter `a`. Each run that ends leaves a file in the folder (default:
+Runs ``python -m trainer recipe=ci_tiny algorithm=PRESET seed=S`` for every preset and seed: a two-layer model from
+random weights learns to write the letter `a`. Each run that ends leaves a file in the folder (default:
 outputs/learning_curves), and one that is there is not repeated: a start that was broken off goes on where it was. From
-the files it then writes the page docs/learning-curves.md and its two pictures; ``--docs`` names another folder for them,
-and ``--draw`` only writes the page. All seeds of one number come before the next, so that every preset has as many
+the files it then writes the page docs/learning-curves.md and its two pictures; ``--docs`` names another folder for
+them, and ``--draw`` only writes the page. All presets with one seed come before the next seed, so that each has as many
 whenever it is stopped. Run it on an otherwise idle machine: the second picture shows seconds.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -112,8 +113,8 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     known = json.loads(path.read_text()) if path.exists() else None
     if known is not None and known["overrides"] != settings["overrides"]:
         raise SystemExit(
-            f"{folder} holds runs with {' '.join(known['overrides'])}, not with {' '.join(settings['overrides'])}; give "
-            "the same values, or another --folder"
+            f"{folder} holds runs with {' '.join(known['overrides'])}, not with {' '.join(settings['overrides'])}; "
+            "give the same values, or another --folder"
         )
     if known is None:
         path.write_text(json.dumps(settings, indent=2) + "\n")
@@ -144,10 +145,10 @@ def run_all(folder: Path, jobs: list[tuple[str, int]], overrides: list[str], sid
         (folder / f"{name}.log").unlink()
         with lock:
             done += 1
-            last = run.rewards[-5:]
+            first, last = (statistics.mean(part) for part in (run.rewards[:5], run.rewards[-5:]))
             print(
-                f"{done:3d}/{len(missing)}  {preset} seed {seed}: {run.rewards[0]:.2f} to {sum(last) / len(last):.2f} in "
-                f"{run.wall_seconds:.0f} s, of which {run.start_seconds:.0f} s are start and end",
+                f"{done:3d}/{len(missing)}  {preset} seed {seed}: {first:.2f} to {last:.2f} in {run.wall_seconds:.0f} s "
+                f"({run.start_seconds:.0f} s start and end)",
                 flush=True,
             )
 

@@ -30,8 +30,13 @@ class Curve:
     spread: Sequence[float]
 
 
-def small_multiples(curves: Sequence[Curve], title: str, x_label: str, y_label: str, columns: int = 4) -> str:
-    """The picture, all panels with the same axes from 0. Raises ``ValueError`` without curves."""
+def small_multiples(
+    curves: Sequence[Curve], title: str, x_label: str, y_label: str, y_most: float | None = None, columns: int = 4
+) -> str:
+    """The picture, all panels with the same axes from 0, the upright one to ``y_most`` or to what the bands reach.
+
+    Raises ``ValueError`` without curves.
+    """
     if not curves:
         raise ValueError("there are no curves to draw")
     columns = min(columns, len(curves))
@@ -39,7 +44,8 @@ def small_multiples(curves: Sequence[Curve], title: str, x_label: str, y_label: 
     width = MARGIN[0] + columns * (PANEL[0] + GAP[0])
     height = MARGIN[1] + rows * (PANEL[1] + GAP[1]) + 16
     x_step = tick_step(max(x for curve in curves for x in curve.x))
-    y_step = tick_step(max(m + s for curve in curves for m, s in zip(curve.mean, curve.spread, strict=True)))
+    reached = max(m + s for curve in curves for m, s in zip(curve.mean, curve.spread, strict=True))
+    y_step = tick_step(reached if y_most is None else y_most)
     most = (x_step * TICKS, y_step * TICKS)
     body = [
         f'<rect width="{width}" height="{height}" fill="white"/>',
