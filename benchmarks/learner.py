@@ -1,6 +1,6 @@
 """The learner against a bare PyTorch loop of forward, backward and AdamW: tokens a second, and memory of the loss.
 
-    python -m benchmarks.learner [--model PATH] [--json PATH] [--quick]
+    python -m benchmarks.learner [--model PATH] [--json PATH] [--quick] [--engine]
 
 Both train the same model on the same batches with the same threads, and take turns; a figure is the ratio of the
 medians. The bare loop is a good one: it pads to the longest rollout of the batch, fills micro-batches up to the same
@@ -11,6 +11,9 @@ what the learner costs (DeepSpeed, corrections, diagnostics). `throughput_ratio_
 of a real run, with the learner's own packing. `loss_memory_ratio`: the peak memory of log-probabilities and their
 gradients for 4,096 response tokens over that for 1,024. Without --model, SmolLM2-135M-Instruct; --quick takes a tiny
 model and few repetitions. Run it on an otherwise idle machine.
+
+``--engine`` adds how far the engine's log-probabilities lie from the learner's right after a push, from three
+on-policy steps of real runs: the tiny model in float32, SmolLM2 in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import multiprocessing
 import random
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -125,34 +130,39 @@ def throughput(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a step, by batch and by who makes it, and their ratios."""
     from transformers import AutoModelForCausalLM
 
-    settings = LearnerConfig(micro_batch_tokens=arguments.budget, cpu_threads=arguments.threads)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    learner = Learner(learner_spec(folder, learner=settings, optimizer=OPTIMIZER), 0, 1, "127.0.0.1", port)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     bare = BareLoop(model, arguments.budget)
-    vocabulary = model.config.vocab_size
     figures: dict[str, Any] = {}
     for name, packing, lengths in (("padded", "padded", even), ("real", "shared_prompt", real)):
-        rollouts = batch(vocabulary, arguments.groups, arguments.size, lengths)
-        settings.packing = packing
-        seconds: dict[str, list[float]] = {"bare": [], "learner": []}
-        for turn in range(arguments.repeat + 1):
-            for who in seconds:
+        rollouts = batch(model.config.vocab_size, arguments.groups, arguments.size, lengths)
+        learner = make_learner(folder, packing, arguments)
+        makers: dict[str, Callable[[Sequence[TrainRollout]], Any]] = {
+            "bare": bare.train,
+            "learner": lambda part, learner=learner: learner.train(part, version=0),
+        }
+        for make in makers.values():
+            make(rollouts[: arguments.size])  # a warm-up: buffers and optimizer state are made in the first step
+        seconds: dict[str, list[float]] = {who: [] for who in makers}
+        for _ in range(arguments.repeat):
+            for who, make in makers.items():
                 started = time.perf_counter()
-                if who == "bare":
-                    bare.train(rollouts)
-                else:
-                    learner.train(rollouts, version=0)
-                if turn > 0:  # the first is a warm-up
-                    seconds[who].append(time.perf_counter() - started)
+                make(rollouts)
+                seconds[who].append(time.perf_counter() - started)
+        learner.close()
         medians = {who: statistics.median(values) for who, values in seconds.items()}
         tokens = sum(len(r.prompt_token_ids) + len(r.response_token_ids) - 1 for r in rollouts)
         figures |= {f"{who}_tokens_per_second_{name}": tokens / value for who, value in medians.items()}
         figures[f"throughput_ratio_{name}"] = medians["bare"] / medians["learner"]
-    learner.close()
     return figures
+
+
+def make_learner(folder: str, packing: str, arguments: argparse.Namespace) -> Learner:
+    """A learner of one rank, as a run has it."""
+    settings = LearnerConfig(micro_batch_tokens=arguments.budget, cpu_threads=arguments.threads, packing=packing)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Learner(learner_spec(folder, learner=settings, optimizer=OPTIMIZER), 0, 1, "127.0.0.1", port)
 
 
 def loss_memory(hidden_size: int, tokens: int) -> int:
@@ -186,6 +196,24 @@ def memory(hidden_size: int) -> dict[str, Any]:
     return {"loss_mib_few_tokens": few / mib, "loss_mib_many_tokens": many / mib, "loss_memory_ratio": many / few}
 
 
+def against_engine() -> dict[str, Any]:
+    """Differences of engine and learner, mean and largest of three steps, by model and dtype, from runs of the stack.
+
+    On-policy, so that every token was sampled from the weights that the learner has.
+    """
+    figures: dict[str, Any] = {}
+    for recipe, dtype in (("ci_tiny", "float32"), ("gsm8k_fully_async", "float32"), ("gsm8k_fully_async", "bfloat16")):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "trainer", f"recipe={recipe}", f"model.dtype={dtype}", "hardware=cpu",
+                       "steps=3", "staleness.max_versions=0", "batch.prompts=4", "logger.wandb.mode=disabled",
+                       f"run_dir={folder}/run"]  # fmt: skip
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
+            rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        for what, of in (("mean", statistics.mean), ("max", max)):
+            figures[f"engine_{what}_{recipe}_{dtype}"] = of([row[f"mismatch/logprob_abs_diff_{what}"] for row in rows])
+    return figures
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     with tempfile.TemporaryDirectory() as folder:
@@ -194,25 +222,27 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             tiny.save_pretrained(folder)
         model = folder if arguments.quick else str(arguments.model or embedded_model())
         hidden_size = json.loads((Path(model) / "config.json").read_text())["hidden_size"]
-        return throughput(model, arguments) | memory(hidden_size)
+        return throughput(model, arguments) | memory(hidden_size) | (against_engine() if arguments.engine else {})
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder in the format of transformers")
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--size", type=int, default=8, help="rollouts of a group")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a micro-batch")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--engine", action="store_true", help="compare log-probabilities with an engine's too")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.repeat, arguments.groups = 2, 2
     figures = run(arguments)
-    print(f"{machine()}\n\n{table([figures])}")
+    rows = [{"figure": name, "value": value} for name, value in figures.items()]
+    print(f"{machine()}\n\n{table(rows)}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), **figures}, indent=2) + "\n")
 

@@ -147,8 +147,8 @@ def run_all(folder: Path, jobs: list[tuple[str, int]], overrides: list[str], sid
             done += 1
             first, last = (statistics.mean(part) for part in (run.rewards[:5], run.rewards[-5:]))
             print(
-                f"{done:3d}/{len(missing)}  {preset} seed {seed}: {first:.2f} to {last:.2f} in {run.wall_seconds:.0f} s "
-                f"({run.start_seconds:.0f} s start and end)",
+                f"{done:3d}/{len(missing)}  {preset} seed {seed}: reward {first:.2f} to {last:.2f} "
+                f"in {run.wall_seconds:.0f} s, {run.start_seconds:.0f} s of them start and end",
                 flush=True,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -62,9 +63,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
         entropy = torch.empty_like(logprobs)
         kept = None
-        for start in range(0, targets.numel(), chunk):
+        for rows in _chunks(targets.numel(), chunk):
             kept = None  # freed before the next chunk's logits exist
-            rows = slice(start, start + chunk)
             log_p = _log_softmax(hidden[rows], weight, bias, temperature, dtype)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             probabilities = log_p.exp()
@@ -87,8 +87,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=ctx.dtype) if needs_bias else None
-        for start in reversed(range(0, targets.numel(), ctx.chunk)):
-            rows = slice(start, start + ctx.chunk)
+        for rows in reversed(_chunks(targets.numel(), ctx.chunk)):
             probabilities, ctx.kept = ctx.kept, None
             if probabilities is None:
                 probabilities = _log_softmax(hidden[rows], weight, bias, ctx.temperature, ctx.dtype).exp_()
@@ -119,6 +118,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    """All of them full but the first, so that the last, which backward need not recompute, is as large as it may be."""
+    starts = [0, *range(tokens % chunk or chunk, tokens, chunk)]
+    return [slice(start, end) for start, end in itertools.pairwise([*starts, tokens]) if start < end]
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
