@@ -133,9 +133,11 @@ def throughput(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     bare = BareLoop(model, arguments.budget)
     figures: dict[str, Any] = {}
+    learners: list[Learner] = []
     for name, packing, lengths in (("padded", "padded", even), ("real", "shared_prompt", real)):
         rollouts = batch(model.config.vocab_size, arguments.groups, arguments.size, lengths)
         learner = make_learner(folder, packing, arguments)
+        learners.insert(0, learner)
         makers: dict[str, Callable[[Sequence[TrainRollout]], Any]] = {
             "bare": bare.train,
             "learner": lambda part, learner=learner: learner.train(part, version=0),
@@ -148,11 +150,12 @@ def throughput(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 started = time.perf_counter()
                 make(rollouts)
                 seconds[who].append(time.perf_counter() - started)
-        learner.close()
         medians = {who: statistics.median(values) for who, values in seconds.items()}
         tokens = sum(len(r.prompt_token_ids) + len(r.response_token_ids) - 1 for r in rollouts)
         figures |= {f"{who}_tokens_per_second_{name}": tokens / value for who, value in medians.items()}
         figures[f"throughput_ratio_{name}"] = medians["bare"] / medians["learner"]
+    for learner in learners:  # the first one, whose process group the others share, comes last
+        learner.close()
     return figures
 
 

@@ -68,8 +68,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_p = _log_softmax(hidden[rows], weight, bias, temperature, dtype)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             probabilities = log_p.exp()
-            # A token that the model rules out entirely has p = 0 and log p = -inf; its share of the entropy is 0.
-            entropy[rows] = -torch.linalg.vecdot(probabilities, log_p.clamp(min=torch.finfo(dtype).min))
+            mean = torch.linalg.vecdot(probabilities, log_p)
+            if mean.isnan().any():
+                # A token that the model rules out entirely has p = 0 and log p = -inf; its share of the entropy is 0.
+                # Seldom so, and the copy is as large as the logits: only then.
+                mean = torch.linalg.vecdot(probabilities, log_p.clamp(min=torch.finfo(dtype).min))
+            entropy[rows] = -mean
             kept = probabilities
             del log_p, probabilities
         ctx.save_for_backward(hidden, weight, bias, targets, entropy if entropy_gradient else None)

@@ -75,6 +75,10 @@ REINFORCE = {"algorithm.objective": "reinforce"}
             ["`sampling.repetition_penalty`", "algorithm.correction.weight=token"],
         ),
         ({"sampling.group_size": 1}, ["group_size=1"]),
+        (
+            {"sampling.group_size": 1, "algorithm.advantage": "reinforce_pp", "algorithm.filter.refill": 2},
+            ["algorithm.filter.refill=2", "takes out every group"],
+        ),
         ({"engine.max_model_len": 8}, ["no room for a prompt"]),
         ({"learner.ranks": 1000}, ["learner.ranks=1000"]),
         (
