@@ -1,4 +1,4 @@
-"""Rollouts into balanced micro-batches: who computes what, and how it is laid out. Pure.
+"""Rollouts into balanced micro-batches: who computes what. Pure.
 
 A *row* is one sequence of the forward pass: a prompt once, then one or more responses to it side by side. Each response
 sees the prompt and itself only, and its positions start right after the prompt, so its log-probabilities are those of
@@ -14,13 +14,9 @@ Everything after the forward pass is flat ``[T]`` and the same for both.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from trainer.algorithm.aggregation import Denominators
 from trainer.train_rollout import TrainRollout
@@ -38,12 +34,12 @@ class Row:
     @property
     def length(self) -> int:
         """Tokens fed: the prompt once, and every response but for its last token."""
-        return len(self.rollouts[0].prompt_token_ids) + sum(_fed(rollout) for rollout in self.rollouts)
+        return len(self.rollouts[0].prompt_token_ids) + sum(fed_tokens(rollout) for rollout in self.rollouts)
 
     def work(self, attention_tokens: float) -> float:
         """What the forward pass of the row costs, in tokens of its dense layers; see :func:`plan_micro_batches`."""
         prompt = len(self.rollouts[0].prompt_token_ids)
-        attended = prompt**2 + sum(_fed(rollout) * (2 * prompt + _fed(rollout)) for rollout in self.rollouts)
+        attended = prompt**2 + sum(fed * (2 * prompt + fed) for fed in map(fed_tokens, self.rollouts))
         return self.length + attended / 2 / attention_tokens
 
 
@@ -68,49 +64,6 @@ class BatchPlan:
     def padded_tokens(self) -> int:
         """Tokens of the forward pass over all ranks, padding counted."""
         return sum(_size(rows, self.packing) for rank in self.micro_batches for rows in rank)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """The tensors of one forward and backward pass: ``B x L`` tokens with ``T`` response tokens among them.
-
-    ``B`` is 1 with shared prompts, and the number of rows where they are padded.
-    """
-
-    input_ids: Tensor
-    """``[B, L]`` int64."""
-    position_ids: Tensor
-    """``[B, L]`` int64."""
-    attention_mask: Tensor | None
-    """``[B, L]`` bool, false in padding; for padded rows only."""
-    segments: Tensor | None
-    """``[S, 2]`` int64, as :class:`trainer.packed_attention.Segments` takes it; for shared prompts only."""
-    predictor_index: Tensor
-    """``[T]`` int64: flat index into ``B * L`` of the hidden state that predicts the token."""
-    targets: Tensor
-    """``[T]`` int64: the response token ids."""
-    behaviour_logprobs: Tensor
-    """``[T]`` float32."""
-    advantages: Tensor
-    """``[T]`` float32."""
-    loss_mask: Tensor
-    """``[T]`` bool."""
-    lags: Tensor
-    """``[T]`` int64: the learner's version minus the version that sampled the token."""
-    sequence: Tensor
-    """``[T]`` int64: number of the token's rollout inside this micro-batch."""
-    group: Tensor
-    """``[T]`` int64: number of the token's prompt group inside the batch."""
-    proximal_logprobs: Tensor | None = None
-    """``[T]`` float32, where the rollouts carry it."""
-    reference_logprobs: Tensor | None = None
-    """``[T]`` float32, where the rollouts carry it."""
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on another device, but for its segments: they are read on the CPU."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "segments"}
-        moved = {name: column.to(device, non_blocking=True) for name, column in columns.items() if column is not None}
-        return replace(self, **moved)
 
 
 def plan_micro_batches(
@@ -139,8 +92,7 @@ def plan_micro_batches(
             groups.setdefault(rollout.group, []).append(rollout)
     rows = [Row((rollout,)) for group in groups.values() for rollout in group]
     if packing == "shared_prompt":
-        whole = [Row(tuple(group)).length for group in groups.values()]
-        limit = min(token_budget, math.ceil(sum(whole) / ranks))  # no rank goes without, where groups are few
+        limit = min(token_budget, _share_of_a_rank(groups.values(), ranks))
         rows = [row for group in groups.values() for row in _shared_rows(group, limit)]
     micro_batches = [_fill(share, token_budget, packing) for share in _balance(rows, ranks, attention_tokens)]
     prompt_tokens = [0] * (1 + max((rollout.group for rollout in rollouts), default=-1))
@@ -159,85 +111,16 @@ def plan_micro_batches(
     )
 
 
-def build_micro_batch(rows: Sequence[Row], version: int, packing: Packing) -> MicroBatch:
-    """Lay rows out as tensors on the CPU. ``version`` is the learner's policy version.
-
-    No rows give a micro-batch of one token and ``T = 0``.
-    """
-    lengths = [row.length for row in rows]
-    packed = packing == "shared_prompt"
-    shape = (1, sum(lengths)) if packed else (len(rows), max(lengths, default=0))
-    if not rows:
-        shape = (1, 1)
-    input_ids, position_ids = np.zeros(math.prod(shape), dtype=np.int64), np.zeros(math.prod(shape), dtype=np.int64)
-    predictors: list[np.ndarray] = []
-    segments: list[tuple[int, int]] = []
-    for number, row in enumerate(rows):
-        start = sum(lengths[:number]) if packed else number * shape[1]
-        prompt = row.rollouts[0].prompt_token_ids
-        end = start + len(prompt)
-        last = end - 1
-        input_ids[start:end], position_ids[start:end] = prompt, np.arange(len(prompt))
-        for rollout in row.rollouts:
-            first, end = end, end + _fed(rollout)
-            input_ids[first:end] = rollout.response_token_ids[: end - first]
-            position_ids[first:end] = len(prompt) + np.arange(end - first)
-            predictors.append(np.concatenate([[last], np.arange(first, end)]))
-        segments += _segments(row, len(segments))
-    padding = np.arange(shape[1]) >= np.asarray(lengths or [0])[:, None]
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).view(shape),
-        position_ids=torch.from_numpy(position_ids).view(shape),
-        attention_mask=None if packed else torch.from_numpy(~padding),
-        segments=torch.tensor(segments or [(1, 0)]) if packed else None,
-        predictor_index=_flat(predictors, torch.int64),
-        **token_columns([rollout for row in rows for rollout in row.rollouts], version),
-    )
-
-
-def _segments(row: Row, number: int) -> list[tuple[int, int]]:
-    """Length and prompt of each segment of a row, the first of which is segment ``number``."""
-    if len(row.rollouts) == 1:
-        return [(row.length, number)]
-    responses = [(_fed(rollout), number) for rollout in row.rollouts if _fed(rollout)]
-    return [(len(row.rollouts[0].prompt_token_ids), number), *responses]
-
-
-def token_columns(rollouts: Sequence[TrainRollout], version: int) -> dict[str, Any]:
-    """The flat response columns ``[T]`` of the rollouts, in order, as :class:`MicroBatch` names them."""
-    lengths = [len(rollout.response_token_ids) for rollout in rollouts]
-    return {
-        "targets": _flat([r.response_token_ids for r in rollouts], torch.int64),
-        "behaviour_logprobs": _flat([r.logprobs for r in rollouts], torch.float32),
-        "advantages": _flat([np.full(n, r.advantage) for n, r in zip(lengths, rollouts, strict=True)], torch.float32),
-        "loss_mask": _flat([r.loss_mask for r in rollouts], torch.bool),
-        "lags": version - _flat([r.versions for r in rollouts], torch.int64),
-        "sequence": _flat([np.full(n, number) for number, n in enumerate(lengths)], torch.int64),
-        "group": _flat([np.full(n, r.group) for n, r in zip(lengths, rollouts, strict=True)], torch.int64),
-        "proximal_logprobs": _optional([r.proximal_logprobs for r in rollouts]),
-        "reference_logprobs": _optional([r.reference_logprobs for r in rollouts]),
-    }
-
-
-def _optional(parts: Sequence[Sequence[float] | None]) -> Tensor | None:
-    """A column that all rollouts have, or none; without rollouts an empty one, which no loss asks in vain for."""
-    given = [part for part in parts if part is not None]
-    if parts and not given:
-        return None
-    if len(given) != len(parts):
-        raise ValueError("some rollouts of a micro-batch carry log-probabilities of a further policy, others do not")
-    return _flat(given, torch.float32)
-
-
-def _flat(parts: Sequence[Sequence[float] | np.ndarray], dtype: torch.dtype) -> Tensor:
-    """The parts one after another, as a tensor."""
-    if not parts:
-        return torch.zeros(0, dtype=dtype)
-    return torch.from_numpy(np.concatenate([np.asarray(part) for part in parts])).to(dtype)
-
-
-def _fed(rollout: TrainRollout) -> int:
+def fed_tokens(rollout: TrainRollout) -> int:
+    """Response tokens of the forward pass: nothing is predicted from the last one."""
     return max(0, len(rollout.response_token_ids) - 1)
+
+
+def _share_of_a_rank(groups: Collection[list[TrainRollout]], ranks: int) -> int:
+    """Tokens of a prompt and of a rank's share of all responses: a longer row would leave another rank idle."""
+    responses = sum(fed_tokens(rollout) for group in groups for rollout in group)
+    longest_prompt = max((len(group[0].prompt_token_ids) for group in groups), default=0)
+    return longest_prompt + math.ceil(responses / ranks)
 
 
 def _shared_rows(group: list[TrainRollout], limit: int) -> list[Row]:
@@ -246,7 +129,7 @@ def _shared_rows(group: list[TrainRollout], limit: int) -> list[Row]:
     if any(rollout.prompt_token_ids != prompt for rollout in group):
         raise ValueError(f"group {group[0].group}: its rollouts differ in their prompt, so they cannot share one")
     room = max(1, limit - len(prompt))
-    count = min(len(group), max(1, math.ceil(sum(_fed(rollout) for rollout in group) / room)))
+    count = min(len(group), max(1, math.ceil(sum(fed_tokens(rollout) for rollout in group) / room)))
     while True:
         rows = [Row(tuple(share)) for share in _balanced_shares(group, count) if share]
         if count >= len(group) or all(row.length <= limit for row in rows):
@@ -258,10 +141,10 @@ def _balanced_shares(rollouts: list[TrainRollout], count: int) -> list[list[Trai
     """Longest first, each to the share with the fewest tokens so far."""
     shares: list[list[TrainRollout]] = [[] for _ in range(count)]
     tokens = [0] * count
-    for rollout in sorted(rollouts, key=_fed, reverse=True):
+    for rollout in sorted(rollouts, key=fed_tokens, reverse=True):
         lightest = tokens.index(min(tokens))
         shares[lightest].append(rollout)
-        tokens[lightest] += _fed(rollout) + 1
+        tokens[lightest] += fed_tokens(rollout) + 1
     return shares
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainer.algorithm.regularisers import kl_reward
 from trainer.algorithm.tokens import TokenBatch
-from trainer.batching import BatchPlan, MicroBatch, build_micro_batch, token_columns
+from trainer.batching import BatchPlan
+from trainer.micro_batch import MicroBatch, build_micro_batch, token_columns
 from trainer.train_rollout import TrainRollout, split_tokens
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from torch import Tensor
 from trainer.algorithm.diagnostics import DiagnosticSums, zero_sums
 from trainer.algorithm.loss import policy_loss
 from trainer.algorithm.tokens import token_batch
-from trainer.batching import BatchPlan, Row, build_micro_batch
+from trainer.batching import BatchPlan, Row
 from trainer.config import AlgorithmConfig, OptimizerConfig
 from trainer.interrupt import Interrupt
 from trainer.logprob_pass import forward
+from trainer.micro_batch import build_micro_batch
 
 Suspects = list[tuple[tuple[Row, ...], Tensor]]
 """Rows of a micro-batch, and the numbers of the rollouts in it whose log-probabilities are not finite."""

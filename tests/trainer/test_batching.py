@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.batching import BatchPlan, MicroBatch, Packing, TrainRollout, build_micro_batch, plan_micro_batches
+from trainer.batching import BatchPlan, Packing, TrainRollout, plan_micro_batches
 from trainer.learner_setup import attention_for
 from trainer.logprob_pass import forward
+from trainer.micro_batch import MicroBatch, build_micro_batch
 from trainer.policy import PolicyModel
 
 VOCABULARY = 23

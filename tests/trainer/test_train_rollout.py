@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.algorithm.second_moment import second_moment_mask
-from trainer.batching import build_micro_batch, plan_micro_batches
+from trainer.batching import plan_micro_batches
 from trainer.config import KLConfig
 from trainer.logprob_pass import kl_penalties
+from trainer.micro_batch import build_micro_batch
 from trainer.train_rollout import (
     TrainRollout,
     split_minibatches,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from trainer.batching import MicroBatch
+    from trainer.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
