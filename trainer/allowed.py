@@ -117,6 +117,8 @@ POSITIVE = (
     "weight_sync.timeout",
     "weight_sync.drain_timeout",
     "rewarding.timeout",
+    "watchdog.warn_after",
+    "watchdog.fail_after",
     "shutdown.timeout",
     "optimizer.eps",
     "engine.gpu_memory_utilization",

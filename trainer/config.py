@@ -213,6 +213,12 @@ class RayConfig:
 
 
 @dataclass
+class WatchdogConfig:
+    warn_after: float = 300.0  # seconds without a rollout, reward, step or push coming to its end; then: a warning
+    fail_after: float = 3600.0  # seconds; then the run fails and says what it waited for. Every deadline is shorter
+
+
+@dataclass
 class ShutdownConfig:
     timeout: float = 20.0  # seconds that writing the checkpoint of an interrupted run may take
 
@@ -241,4 +247,5 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     shutdown: ShutdownConfig = field(default_factory=ShutdownConfig)

@@ -31,6 +31,7 @@ from trainer.episodes import EpisodeSource
 from trainer.groups import Groups, StartedGroup
 from trainer.state import save_checkpoint
 from trainer.watch.metrics import push_record
+from trainer.watchdog import watch_for_stalls
 from weight_sync.push import Pusher
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ async def train(parts: Parts) -> None:
     async with parts.weights:
         await push(parts, version=parts.steps_done)
     async with asyncio.TaskGroup() as tasks:
-        helping = [tasks.create_task(produce(parts)), tasks.create_task(equip_engines(parts))]
+        helping = [tasks.create_task(work(parts)) for work in (produce, equip_engines, watch_for_stalls)]
         await learn(parts)
         for task in helping:
             task.cancel()
@@ -157,7 +158,8 @@ async def learn(parts: Parts) -> None:
     """
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        groups, replaced = await next_groups(parts)
+        with parts.watch.trace.span("learner", "wait for rollouts"):
+            groups, replaced = await next_groups(parts)
         waited = time.monotonic() - started
         parts.in_training = batch = await batch_of(parts, groups)
 
@@ -290,4 +292,5 @@ async def maybe_checkpoint(parts: Parts) -> None:
     """Write a checkpoint where ``checkpoint.every`` asks for one."""
     every = parts.config.checkpoint.every
     if every and parts.steps_done % every == 0 and parts.steps_done < parts.config.steps:
-        await save_checkpoint(parts)
+        with parts.watch.trace.span("learner", f"checkpoint {parts.steps_done}"):
+            await save_checkpoint(parts)

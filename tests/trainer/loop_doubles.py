@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.data import PromptStream
 from trainer.episodes import SingleTurn
 from trainer.loop import Parts
 from trainer.step_metrics import StepResult
-from weight_sync.push import PushReport
+from weight_sync.push import PushReport, Step
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Engines:
     joined: asyncio.Event = field(default_factory=asyncio.Event)
     counts: dict[str, int] = field(default_factory=dict)
     serving: int = 1
+    count: int = 1
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -87,6 +88,7 @@ class Learner:
 class Pusher:
     engines: Engines
     pushed: list[int] = field(default_factory=list)
+    step: Step = Step.IDLE
 
     async def push(self, version: int) -> PushReport:
         await asyncio.sleep(0)
@@ -112,8 +114,15 @@ class Watch:
     def trace(self) -> Watch:
         return self
 
-    def span(self, *args: Any, **kwargs: Any) -> Any:
-        return contextlib.nullcontext()
+    ended: int = 0
+
+    def open_spans(self) -> list[Any]:
+        return []
+
+    @contextlib.contextmanager
+    def span(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+        self.ended += 1
 
     def finished(self, group: Group) -> None:
         self.generated += sum(len(r.rollout.response_token_ids) for r in group.rollouts)

@@ -18,7 +18,7 @@ from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
-from trainer.config import KLConfig
+from trainer.config import KLConfig, WatchdogConfig
 from trainer.loop import NonFiniteError, Parts, RewardError, train
 from trainer.step_metrics import StepResult
 from weight_sync import push as weight_push
@@ -40,6 +40,20 @@ async def test_every_step_is_made_and_pushed_whatever_the_bounds(bound, running)
     assert run.watch.steps == [1, 2, 3, 4, 5, 6]
     assert run.pusher.pushed == [0, 1, 2, 3, 4, 5, 6]
     assert all(len(batch) == 3 * 2 for batch in run.learner.batches)
+
+
+async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for():
+    class Hanging(Learner):
+        async def train(self, rollouts: Any, version: int) -> StepResult:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    run = parts(learner=Hanging(1))
+    run.config = replace(run.config, watchdog=WatchdogConfig(warn_after=0.05, fail_after=0.2))
+    with pytest.raises(ExceptionGroup) as raised:
+        await finish(run)
+    assert "nothing came to its end" in str(raised.value.exceptions[0])
+    assert "3 make a batch" in str(raised.value.exceptions[0])
 
 
 async def test_a_data_set_smaller_than_a_batch_is_sampled_again_under_other_rollout_ids():
