@@ -14,6 +14,7 @@ import ray
 import torch
 
 from trainer.learner import Learner
+from trainer.learner_error import LearnerError
 from trainer.learner_setup import LearnerSpec
 from trainer.step_metrics import StepResult
 from trainer.train_rollout import TrainRollout
@@ -27,10 +28,6 @@ _SIBLING_GRACE = 1.0
 """Seconds that other ranks get to report their own error after the first: the first is often only its echo."""
 _CLOSE_TIMEOUT = 5.0
 """Seconds that ranks get to leave the process group before their actors are killed."""
-
-
-class LearnerError(RuntimeError):
-    """A learner call failed or did not return in time. The cause is the error of the first rank that reported one."""
 
 
 class LearnerActor:

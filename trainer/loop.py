@@ -29,7 +29,7 @@ from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
 from trainer.groups import Groups, StartedGroup
-from trainer.state import save_checkpoint
+from trainer.state import try_checkpoint
 from trainer.watch.metrics import push_record
 from trainer.watchdog import watch_for_stalls
 from weight_sync.push import Pusher
@@ -289,8 +289,8 @@ async def equip_engines(parts: Parts) -> None:
 
 
 async def maybe_checkpoint(parts: Parts) -> None:
-    """Write a checkpoint where ``checkpoint.every`` asks for one."""
+    """Write a checkpoint where ``checkpoint.every`` asks for one. If it cannot be written the run goes on without."""
     every = parts.config.checkpoint.every
     if every and parts.steps_done % every == 0 and parts.steps_done < parts.config.steps:
         with parts.watch.trace.span("learner", f"checkpoint {parts.steps_done}"):
-            await save_checkpoint(parts)
+            await try_checkpoint(parts)

@@ -62,7 +62,8 @@ def local_ray():
 
 @pytest.mark.engine
 async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ray, model_folder, tmp_path):
-    from trainer.learner_group import LearnerError, LearnerGroup
+    from trainer.learner_error import LearnerError
+    from trainer.learner_group import LearnerGroup
 
     spec = learner_spec(model_folder, learner=LearnerConfig(ranks=2, zero_stage=2, timeout=300.0))
     group = LearnerGroup(spec)
@@ -96,7 +97,8 @@ async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ra
 
 @pytest.mark.engine
 async def test_a_call_past_its_deadline_is_an_error_that_names_the_rank_and_the_key(local_ray, model_folder):
-    from trainer.learner_group import LearnerError, LearnerGroup
+    from trainer.learner_error import LearnerError
+    from trainer.learner_group import LearnerGroup
 
     spec = learner_spec(model_folder)
     group = LearnerGroup(replace(spec, learner=replace(spec.learner, timeout=0.01)))
@@ -107,7 +109,8 @@ async def test_a_call_past_its_deadline_is_an_error_that_names_the_rank_and_the_
 
 @pytest.mark.engine
 async def test_a_model_that_does_not_load_is_named(local_ray, tmp_path):
-    from trainer.learner_group import LearnerError, LearnerGroup
+    from trainer.learner_error import LearnerError
+    from trainer.learner_group import LearnerGroup
 
     group = LearnerGroup(learner_spec(tmp_path))
     with pytest.raises(LearnerError, match=r"learner start failed on rank 0: .*" + tmp_path.name):

@@ -31,7 +31,8 @@ _ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed":
 class Watch:
     """Everything that is shown or written about a run. The run tells it what happens; it decides nothing.
 
-    ``resume_step`` is the last step contained in the checkpoint that the run continues, or ``None`` for a fresh run.
+    ``resume_step`` is the last step contained in the checkpoint that the run continues, 0 for a run that begins again
+    in its folder, or ``None`` for a fresh run.
     Raises :class:`RunFolderError` before anything is written when the run folder belongs to another run.
     """
 
@@ -56,7 +57,7 @@ class Watch:
         self._closed = False
         self._warned = False
         self.console.start(f"Midflight: {config.name}, {config.steps} steps")
-        self.source("run folder", str(self.run_dir), f"continued after step {resume_step}" if resume_step else "")
+        self.source("run folder", str(self.run_dir), _beginning(resume_step))
         self._wandb = WandbLog(
             config.logger.wandb, self.run_dir, settings, lambda mode, why: self.source("wandb", mode, why)
         )
@@ -193,6 +194,12 @@ class Watch:
             self._version = state["version"]
             self._earlier_seconds = state["wall_seconds"]
             self._generated_at_step = self._totals.counts["tokens/generated"]
+
+
+def _beginning(resume_step: int | None) -> str:
+    if resume_step is None:
+        return ""
+    return f"continued after step {resume_step}" if resume_step else "begun again: it ended before its first checkpoint"
 
 
 def _due(step: int, every: int) -> bool:
