@@ -121,6 +121,8 @@ SUMMARY: tuple[Metric, ...] = (
     Metric("rollouts/finished", "rollouts", "rollouts that came to an end, learned from or not"),
     Metric("rollouts/resumed", "rollouts", "those of them that were submitted to an engine more than once"),
     Metric("rollouts/failed", "rollouts", "those of them given up after engine.rollout_tries"),
+    Metric("steps/skipped", "steps", "steps with an update that was skipped: its loss or gradient was not finite"),
+    Metric("checkpoints/failed", "checkpoints", "checkpoints that could not be written while the run went on"),
     Metric("push/count", "pushes", "pushes, the first version's and those for engines that joined included"),
     Metric("push/pause_seconds_mean", "seconds", "how long a push paused generation, mean"),
 )
