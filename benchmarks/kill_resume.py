@@ -29,9 +29,10 @@ from benchmarks.default_run import machine
 STEPS, PROMPTS = 12, 4
 """One pass over the 48 prompts of ci_tiny."""
 KILLS_IN_START = 0.2
-"""Share of kills within the first ``START_SECONDS`` of a start; the others come after its first step."""
+"""Share of kills within the first ``START_SECONDS`` of a start; the others come after a step picked at random."""
 START_SECONDS = 30.0
-RUNNING_SECONDS = 4.0
+AFTER_A_STEP = 1.0
+"""A kill comes at most so many seconds after its step is written: about as long as a step and a checkpoint take."""
 PATIENCE = 900.0
 """Seconds until a start must have made a step, and a run must have ended."""
 
@@ -53,7 +54,7 @@ def killed_run(folder: Path, kills: int, dice: random.Random) -> dict[str, Any]:
         with log.open("a") as output:
             run = subprocess.Popen(command(run_dir), stdout=output, stderr=subprocess.STDOUT)
         steps = _wait_for_the_moment(run, run_dir, dice)
-        if run.poll() is not None:
+        if run.poll() is not None:  # it came to its end first
             break
         run.kill()
         run.wait()
@@ -67,16 +68,17 @@ def killed_run(folder: Path, kills: int, dice: random.Random) -> dict[str, Any]:
 
 def _wait_for_the_moment(run: subprocess.Popen[bytes], run_dir: Path, dice: random.Random) -> int:
     """Return at the moment of the kill, or when the run has ended; the steps done by then."""
-    begun_with, started = _steps(run_dir), time.monotonic()
+    started = time.monotonic()
     if dice.random() < KILLS_IN_START:
         _sleep_beside(run, dice.uniform(0.0, START_SECONDS))
         return _steps(run_dir)
-    while run.poll() is None and _steps(run_dir) == begun_with:
+    step = dice.randint(_steps(run_dir) + 1, STEPS)
+    while run.poll() is None and _steps(run_dir) < step:
         if time.monotonic() - started > PATIENCE:
             run.kill()
-            raise RuntimeError(f"no step within {PATIENCE:g} s after a start")
-        time.sleep(0.05)
-    _sleep_beside(run, dice.uniform(0.0, RUNNING_SECONDS))
+            raise RuntimeError(f"no {step} steps within {PATIENCE:g} s after a start")
+        time.sleep(0.02)
+    _sleep_beside(run, dice.uniform(0.0, AFTER_A_STEP))
     return _steps(run_dir)
 
 
