@@ -72,7 +72,7 @@ def _wait_for_the_moment(run: subprocess.Popen[bytes], run_dir: Path, dice: rand
     if dice.random() < KILLS_IN_START:
         _sleep_beside(run, dice.uniform(0.0, START_SECONDS))
         return _steps(run_dir)
-    step = dice.randint(_steps(run_dir) + 1, STEPS)
+    step = dice.randint(min(_steps(run_dir) + 1, STEPS), STEPS)
     while run.poll() is None and _steps(run_dir) < step:
         if time.monotonic() - started > PATIENCE:
             run.kill()
