@@ -101,6 +101,11 @@ AT_LEAST: dict[str, float] = {
     "logger.rollouts.every": 0,
     "logger.table.every": 0,
     "logger.table.rows": 0,
+    "evaluation.every": 0,
+    "evaluation.prompts": 0,
+    "evaluation.rollouts": 1,
+    "evaluation.temperature": 0,
+    "evaluation.max_tokens": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
 }

@@ -50,6 +50,22 @@ def check(config: Config) -> None:
     if found := combinations.problem(config.algorithm, config.sampling, config.learner):
         raise ConfigError(found)
     _check_parallelism(config)
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    if evaluation.temperature == 0 and evaluation.rollouts > 1:
+        raise ConfigError(
+            f"`evaluation.temperature=0` with `evaluation.rollouts={evaluation.rollouts}`: greedy decoding makes every "
+            "rollout of a prompt the same; use one, or a temperature"
+        )
+    tokens = evaluation.max_tokens or config.sampling.max_tokens
+    if config.engine.max_model_len and config.engine.max_model_len <= tokens:
+        raise ConfigError(
+            f"`engine.max_model_len={config.engine.max_model_len}` leaves no room for a prompt beside "
+            f"`evaluation.max_tokens={tokens}`"
+        )
 
 
 def _check_sampling(config: Config) -> None:

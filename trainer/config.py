@@ -25,6 +25,7 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     path: str | None = None  # local file; overrides the recipe's own source
+    eval_path: str | None = None  # local file of held-out rows, for evaluations
     shuffle: bool = True  # seeded order, reshuffled each epoch
     options: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, for example the difficulty
 
@@ -202,6 +203,16 @@ class LoggerConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    every: int = 0  # versions between evaluations on held-out prompts, the first and the last included; 0: none
+    prompts: int = 64  # held-out prompts of an evaluation, always the same ones; 0: all there are
+    rollouts: int = 1  # sampled of each prompt; eval/pass@k is told for k up to this
+    temperature: float = 1.0  # of sampling in an evaluation; 0: greedy
+    max_tokens: int = 0  # tokens of a response; 0: sampling.max_tokens
+    pass_reward: float = 1.0  # a rollout with at least this reward passes
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only at the end and on interrupt
     keep: int = 2  # newest checkpoints that are kept
@@ -245,6 +256,7 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     rewarding: RewardConfig = field(default_factory=RewardConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

@@ -28,6 +28,7 @@ from trainer.batch import Batch, make_batch, train_rollouts
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
+from trainer.evaluation import Evaluations
 from trainer.groups import Groups, StartedGroup
 from trainer.state import try_checkpoint
 from trainer.watch.metrics import push_record
@@ -68,6 +69,7 @@ class Parts:
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
     groups: Groups = field(default_factory=Groups)
     """Those that are sampled, scored, or learned from in the step in progress."""
+    evaluations: Evaluations = field(default_factory=Evaluations)
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change or travel."""
@@ -94,11 +96,15 @@ async def train(parts: Parts) -> None:
     """
     async with parts.weights:
         await push(parts, version=parts.steps_done)
-    async with asyncio.TaskGroup() as tasks:
-        helping = [tasks.create_task(work(parts)) for work in (produce, equip_engines, watch_for_stalls)]
-        await learn(parts)
-        for task in helping:
-            task.cancel()
+    parts.evaluations.begin(parts.steps_done)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            helping = [tasks.create_task(work(parts)) for work in (produce, equip_engines, watch_for_stalls)]
+            await learn(parts)
+            for task in helping:
+                task.cancel()
+    finally:
+        await parts.evaluations.give_up()
 
 
 async def produce(parts: Parts) -> None:
@@ -176,6 +182,7 @@ async def learn(parts: Parts) -> None:
         await asyncio.to_thread(report_step, parts, metrics, result.skipped)
         refuse_to_go_on_without_learning(parts, result.skipped)
         await maybe_checkpoint(parts)
+    await parts.evaluations.ended()
 
 
 def step_done(parts: Parts) -> None:
@@ -270,11 +277,18 @@ async def batch_of(parts: Parts, groups: list[Group]) -> Batch:
 
 
 async def push(parts: Parts, version: int) -> None:
-    """Move the learner's weights into every engine and publish them as ``version``."""
+    """Move the learner's weights into every engine and publish them as ``version``.
+
+    A new version waits for the evaluation of the one before, if there is one, and begins its own if it is due.
+    """
+    new = version != parts.admission.version
+    if new:
+        await parts.evaluations.ended()
     started = time.time()
     report = await parts.pusher.push(version)
-    if version != parts.admission.version:
+    if new:
         parts.admission.published(version)
+        parts.evaluations.begin(version)
     parts.place_freed.set()
     parts.watch.push(push_record(report, started, parts.engines.interrupted))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config import Config
 from trainer.help import config_groups, field_comments, rows
 from trainer.reference_algorithms import algorithms_page
-from trainer.watch.catalogue import SUMMARY, markdown
+from trainer.watch.catalogue import EVALUATION, SUMMARY, markdown
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
@@ -43,7 +43,9 @@ def metrics_page() -> str:
     head += "The row of a step in which the run was interrupted lacks what the learner measured.\n\n"
     tail = "\n## `summary.json`\n\nWhat a whole run came to, the parts before a checkpoint included. "
     tail += "The other totals in it are sums of the metrics of the same names.\n\n"
-    return head + markdown() + tail + markdown(SUMMARY)
+    evaluations = "\n## Evaluations\n\nThe keys of `evaluations.jsonl`, an object an evaluation. "
+    evaluations += "`step` is the version that was evaluated.\n\n"
+    return head + markdown() + evaluations + markdown(EVALUATION) + tail + markdown(SUMMARY)
 
 
 PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page, "algorithms.md": algorithms_page}

@@ -33,7 +33,7 @@ class Engines:
     count: int = 1
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+    async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
         self.calls += 1
         if self.error_after is not None and self.calls > self.error_after:
             raise RuntimeError("the engine broke")

@@ -50,6 +50,11 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"algorithm.filter.overlong_buffer": 999}, ["overlong_buffer=999"]),
         ({"learner.epochs": 2}, ["algorithm.proximal=current", "no trust region", "recomputed"]),
         ({"learner.minibatches": 2}, ["algorithm.proximal=current", "no trust region", "recomputed"]),
+        ({"evaluation.temperature": 0, "evaluation.rollouts": 4}, ["evaluation.temperature=0", "evaluation.rollouts"]),
+        (
+            {"engine.max_model_len": 600, "evaluation.max_tokens": 600},
+            ["engine.max_model_len", "evaluation.max_tokens"],
+        ),
         (GSPO | {"algorithm.proximal": "recomputed"}, ["no effect", "one update a batch"]),
         ({"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1"}, ["mean zero", "estimator=k2"]),
         ({"learner.minibatches": 1000, "algorithm.proximal": "recomputed"}, ["batch.prompts", "learner.epochs"]),

@@ -186,7 +186,7 @@ async def test_an_engine_that_joins_gets_the_published_version_at_once():
 class Stalling(Engines):
     """The first rollout of every group fails."""
 
-    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+    async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
         first, *others = await super().generate(rollouts)
         return [replace(first, finish_reason="failed"), *others]
 

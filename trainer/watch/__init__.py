@@ -13,7 +13,7 @@ from generator.rollout import Group
 from trainer.config import Config
 from trainer.watch.console import Console, ConsoleLogHandler
 from trainer.watch.lines import TABLE_COLUMNS, table_rows
-from trainer.watch.metrics import PushRecord, RunningTotals, step_metrics
+from trainer.watch.metrics import PushRecord, RunningTotals, evaluation_summary, step_metrics
 from trainer.watch.run_folder import RunFolder, RunFolderError
 from trainer.watch.trace import Trace
 from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
@@ -139,6 +139,16 @@ class Watch:
         self._wandb.step({"step": step, **full}, table)
         return full
 
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Write and show an evaluation, on the axis of steps. Blocks for a file write, not for wandb."""
+        self._folder.append_evaluation(version, metrics)
+        self.console.evaluation(version, metrics)
+        self._wandb.step({"step": version, **metrics})
+
+    def evaluated(self, version: int) -> bool:
+        """Whether the version was evaluated, before a restart for example."""
+        return version in self._folder.evaluations
+
     def _warn_of_no_signal(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once, when nothing can be learned because no response comes to its end: zeros look like any other run."""
         cut = metrics.get("completions/truncated_fraction") == 1.0
@@ -160,6 +170,7 @@ class Watch:
                 "policy_version": self._version,
                 "wall_seconds": round(self._earlier_seconds + time.monotonic() - self._started, 3),
                 **self._totals.summary(),
+                **evaluation_summary(self._folder.evaluations),
             }
         return summary | ({"error": error} if error else {})
 

@@ -106,6 +106,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/learner_seconds", "seconds", "the learner waited for a batch"),
 )
 
+EVALUATION: tuple[Metric, ...] = (
+    Metric("eval/reward_mean", "reward", "mean reward of the held-out rollouts that have one"),
+    Metric("eval/reward_std", "reward", "its standard deviation over all of them"),
+    Metric("eval/pass@<k>", "fraction", "chance that one of k rollouts of a prompt has evaluation.pass_reward or more"),
+    Metric("eval/prompts", "prompts", "held-out prompts"),
+    Metric("eval/excluded", "rollouts", "rollouts without a reward"),
+    Metric("eval/reward/<cause>", "values", "values of reward functions, or episodes, without a reward, by cause"),
+    Metric("eval/length_mean", "tokens", "mean response length"),
+    Metric("eval/truncated_fraction", "fraction", "rollouts cut at the response budget"),
+    Metric("eval/seconds", "seconds", "from the first request to the last reward, beside training"),
+)
+"""The keys of ``evaluations.jsonl``."""
+
 SUMMARY: tuple[Metric, ...] = (
     Metric("status", "", "done, failed or interrupted"),
     Metric("error", "", "of a failed run: its first cause; the whole story is in error.txt"),
@@ -123,20 +136,24 @@ SUMMARY: tuple[Metric, ...] = (
     Metric("rollouts/failed", "rollouts", "those of them given up after engine.rollout_tries"),
     Metric("steps/skipped", "steps", "steps with an update that was skipped: its loss or gradient was not finite"),
     Metric("checkpoints/failed", "checkpoints", "checkpoints that could not be written while the run went on"),
+    Metric("eval/last_reward_mean", "reward", "eval/reward_mean of the last evaluation; absent without any"),
+    Metric("eval/best_reward_mean", "reward", "the same of the best one"),
+    Metric("eval/best_version", "version", "the version that was evaluated best, the newest of equals"),
     Metric("push/count", "pushes", "pushes, the first version's and those for engines that joined included"),
     Metric("push/pause_seconds_mean", "seconds", "how long a push paused generation, mean"),
 )
 """The keys of ``summary.json``; totals that are not here are those of the metric of their name."""
 
+_DESCRIBED = (*METRICS, *EVALUATION)
 _PATTERNS = [
-    re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", metric.name))) for metric in METRICS
+    re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", metric.name))) for metric in _DESCRIBED
 ]
 
 
 def find(name: str) -> Metric | None:
     """The entry that describes ``name``: the exact one first, else one with a placeholder, else ``None``."""
-    exact = (metric for metric in METRICS if metric.name == name)
-    placeholders = (metric for metric, pattern in zip(METRICS, _PATTERNS, strict=True) if pattern.fullmatch(name))
+    exact = (metric for metric in _DESCRIBED if metric.name == name)
+    placeholders = (metric for metric, pattern in zip(_DESCRIBED, _PATTERNS, strict=True) if pattern.fullmatch(name))
     return next(exact, None) or next(placeholders, None)
 
 

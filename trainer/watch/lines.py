@@ -49,6 +49,20 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], width: int | 
     return line
 
 
+def evaluation_line(version: int, metrics: Mapping[str, float]) -> Text:
+    """The line of an evaluation."""
+    passes = [name for name in metrics if name.startswith("eval/pass@")]
+    parts = [
+        f"evaluation of version {version}",
+        f"reward {number(metrics, 'eval/reward_mean', '.3f')} ±{number(metrics, 'eval/reward_std', '.2f')}",
+        *(f"{name.removeprefix('eval/')} {number(metrics, name, '.3f')}" for name in passes),
+        f"{number(metrics, 'eval/prompts', '.0f')} prompts in {number(metrics, 'eval/seconds', '.1f')} s",
+    ]
+    line = Text("  ".join(parts), style="bold")
+    line.highlight_regex(r"reward +-?[\d.]+", "green")
+    return line
+
+
 def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], rows: int) -> list[list[Any]]:
     """Up to ``rows`` rollouts for a table, of as many prompts as there are; best and worst of a group first."""
     ranked = []

@@ -5,6 +5,7 @@ Names follow ``trainer/watch/catalogue.py``, which says what each one means and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -215,6 +216,23 @@ def push_metrics(pushes: Sequence[PushRecord]) -> dict[str, float]:
 def trained_tokens(rollout: Rollout) -> int:
     """Response tokens that the loss sees."""
     return sum(rollout.loss_mask)
+
+
+def evaluation_summary(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """What ``summary.json`` says of the evaluations, by version: the last one and the best. Nothing without any."""
+    rewards = {
+        version: metrics["eval/reward_mean"]
+        for version, metrics in evaluations.items()
+        if metrics.get("eval/reward_mean") is not None and math.isfinite(metrics["eval/reward_mean"])
+    }
+    if not rewards:
+        return {}
+    best = max(rewards, key=lambda version: (rewards[version], version))
+    return {
+        "eval/last_reward_mean": rewards[max(rewards)],
+        "eval/best_reward_mean": rewards[best],
+        "eval/best_version": best,
+    }
 
 
 @dataclass
