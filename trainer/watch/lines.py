@@ -94,6 +94,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         short = summary["steps"] <= REWARD_WINDOW  # the two windows are then the same
         lines.append(("reward", f"{first:.3f} on average" if short else
                                 f"{first:.3f} in the first 10 steps, {last:.3f} in the last 10"))  # fmt: skip
+    if "eval/best_version" in summary:
+        last, best = summary["eval/last_reward_mean"], summary["eval/best_reward_mean"]
+        what = f"reward {last:.3f} in the last one, {best:.3f} in the best, of version {summary['eval/best_version']}"
+        lines.append(("evaluation", what))
     ends = ", ".join(f"{summary[f'tokens/{end}']:,} {end}" for end in ("generated", "trained", "expired", "lost"))
     lines.append(("tokens", ends + (" (no reward)" if summary["tokens/lost"] else "")))
     lines.append(("rollouts", f"{summary['rollouts/finished']:,} finished, "
