@@ -82,9 +82,7 @@ class KLConfig:
 @dataclass
 class FilterConfig:
     zero_variance: bool = False  # rollouts of groups with equal rewards count in no denominator
-    refill: int = (
-        0  # dynamic sampling: at most so many batches of groups with equal rewards are replaced a step; 0: off
-    )
+    refill: int = 0  # dynamic sampling: so many batches' worth of groups with equal rewards are replaced; 0: off
     overlong: str = "none"  # rollouts cut at sampling.max_tokens: none, mask (not learned from), penalty
     overlong_buffer: int = 0  # penalty: grows over this many tokens before sampling.max_tokens; 0: a fifth of them
     overlong_penalty: float = 1.0  # penalty: reward taken from a rollout that uses all of sampling.max_tokens
