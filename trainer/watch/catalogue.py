@@ -104,6 +104,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/learner_seconds", "seconds", "the learner waited for a batch"),
 )
 
+SUMMARY: tuple[Metric, ...] = (
+    Metric("status", "", "done, failed or interrupted"),
+    Metric("error", "", "of a failed run: its first cause; the whole story is in error.txt"),
+    Metric("steps", "steps", "batches learned from"),
+    Metric("policy_version", "version", "version published last"),
+    Metric("wall_seconds", "seconds", "from start to end, over all starts of the run"),
+    Metric("reward/first10_mean", "reward", "mean of reward/mean over the first 10 steps"),
+    Metric("reward/last10_mean", "reward", "the same over the last 10 steps"),
+    Metric("tokens/generated", "tokens", "of finished rollouts; at a run's end trained + expired + lost"),
+    Metric("tokens/trained", "tokens", "those that the loss saw"),
+    Metric("tokens/expired", "tokens", "those too old to be learned from (staleness.max_versions)"),
+    Metric("tokens/lost", "tokens", "those of rollouts without a reward"),
+    Metric("rollouts/finished", "rollouts", "rollouts that came to an end, learned from or not"),
+    Metric("rollouts/resumed", "rollouts", "those of them that were submitted to an engine more than once"),
+    Metric("rollouts/failed", "rollouts", "those of them given up after engine.rollout_tries"),
+    Metric("push/count", "pushes", "pushes, the first version's and those for engines that joined included"),
+    Metric("push/pause_seconds_mean", "seconds", "how long a push paused generation, mean"),
+)
+"""The keys of ``summary.json``; totals that are not here are those of the metric of their name."""
+
 _PATTERNS = [
     re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", metric.name))) for metric in METRICS
 ]
@@ -121,7 +141,7 @@ def unknown(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if find(name) is None)
 
 
-def markdown() -> str:
-    """The catalogue as a Markdown table, for the documentation."""
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"
+def markdown(metrics: Iterable[Metric] = METRICS) -> str:
+    """The catalogue, or some entries, as a Markdown table for the documentation."""
+    rows = [f"| `{metric.name}` | {metric.unit or '-'} | {metric.meaning} |" for metric in metrics]
+    return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows]) + "\n"

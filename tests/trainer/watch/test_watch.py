@@ -9,7 +9,7 @@ import time
 import pytest
 
 from trainer.config import Config
-from trainer.watch import PushRecord, RunFolderError, Watch
+from trainer.watch import PushRecord, RunFolderError, Watch, catalogue
 
 
 @pytest.fixture
@@ -51,12 +51,9 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
     assert [row["step"] for row in metrics(folder)] == [1, 2]
     assert metrics(folder)[1]["push/version"] == 2
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary.keys() == {
-        "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
-        "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
-        "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
-        "engines/lost", "engines/restarted", "rollouts/stalled", "tokens/cached", "tokens/surplus",
-    }  # fmt: skip
+    described = {metric.name for metric in catalogue.SUMMARY} - {"error"}
+    assert described < summary.keys()
+    assert catalogue.unknown(summary.keys() - described) == []
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", 2, 2)
     assert summary["tokens/generated"] == summary["tokens/trained"] == 16
     assert "some completions" in stream.getvalue()
