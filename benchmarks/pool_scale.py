@@ -133,6 +133,9 @@ class LightEngine:
     async def confirm(self, *arguments: Any) -> None:
         self._engines.calls += 1
 
+    async def prompt_logprobs(self, sequences: Any) -> None:
+        self._engines.calls += 1
+
     async def resume(self, version: int) -> None:
         self._engines.calls += 1
         self._version = version

@@ -72,7 +72,7 @@ async def measure(
     before = await engine.stats()
     task = asyncio.create_task(engine.generate([Rollout(str(n), tuple(p)) for n, p in enumerate(prompts)]))
     started = time.monotonic()
-    pauses, recomputed = [], 0
+    pauses, recomputed = [], 0.0
     every = running * budget // len(models)
     for version in range(1, len(models)):
         await _sampled(engine, before["generated_tokens"] + version * every, task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,6 +75,10 @@ class RayEngine:
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
         await self._call("confirm", self._step_timeout, version, manifest)
+
+    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        answer: list[list[float]] | None = await self._call("prompt_logprobs", self._step_timeout, sequences)
+        return answer
 
     async def resume(self, version: int) -> None:
         await self._call("resume", self._step_timeout, version)

@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from generator.launch import EngineSettings, build_llm, sampling_params
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.orphan import announce_parent
 from generator.prestart import prestart_core
+from generator.prompt_logprobs import prompt_logprobs
 from generator.receiver import WeightReceiver
 from generator.request import Request, VersionMismatchError
 from generator.resume import Finished, Sampling, Submission, next_submission
@@ -94,7 +96,7 @@ class Engine(WeightReceiver):
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Takes seconds to minutes; the caller holds the deadline.
+        """Load the model, with random weights. Takes seconds to minutes; the caller holds the deadline.
 
         Raises ``ValueError`` for stop strings that can never be found.
         """
@@ -350,6 +352,29 @@ class Engine(WeightReceiver):
             if not self._paused:
                 raise EngineError(f"{self.name}: a weight update was started, but the engine is not paused")
             await super().start_weight_update()
+
+    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """Log-probabilities at temperature 1 of every token but the first, under the weights that the engine holds.
+
+        The gate stays closed, so nothing else is computed; but vLLM itself is not paused any more, and the next update
+        needs another pause. ``None`` while requests are frozen: vLLM schedules all requests or none, and these would
+        sample on. Raises :class:`EngineError` if the engine serves, :class:`EngineLostError` if vLLM dies, and
+        ``TimeoutError`` after ``pause_timeout``.
+        """
+        async with asyncio.timeout(self.settings.pause_timeout), self._turn:
+            if self._serving:
+                raise EngineError(f"{self.name} serves; it computes given sequences only between a pause and a resume")
+            if self._requests:
+                return None
+            self._paused = False
+            try:
+                await self.llm.resume_generation()
+                return await prompt_logprobs(self.llm, sequences)
+            except Exception as error:
+                if self.llm.errored:
+                    self._die(error)
+                    self._check_staying()
+                raise
 
     # -- looking in -------------------------------------------------------------------------------------------------
 

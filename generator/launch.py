@@ -98,6 +98,9 @@ def build_llm(settings: EngineSettings) -> AsyncLLM:
         "trust_remote_code": settings.trust_remote_code,
         # Log-probabilities of the distribution that was sampled from, not of the raw logits (L5).
         "logprobs_mode": "processed_logprobs",
+        # Random weights: the first push brings the right ones, and what it leaves out shows. An engine that had loaded
+        # the model by itself would pass for one that received it.
+        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=settings.transfer_backend),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -81,6 +81,12 @@ class EngineLink(Protocol):
 
     async def confirm(self, version: int, manifest: Manifest) -> None:
         """Raise unless ``version`` has arrived completely, as ``manifest`` lists it."""
+        ...
+
+    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """While the gate is closed: log-probabilities at temperature 1 of every token but the first, under the weights
+        that the engine holds. ``None`` where frozen requests would have to run for that.
+        """
         ...
 
     async def resume(self, version: int) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,11 @@ class EnginePool:
         for slot in self._members:
             slot.version = version
 
+    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]] | None]:
+        """What every engine computes for the sequences, by its name; ``None`` of one that holds frozen requests."""
+        answers = await all_of(slot.link.prompt_logprobs(sequences) for slot in self._members)
+        return dict(zip((slot.link.name for slot in self._members), answers, strict=True))
+
     def publish(self, version: int) -> None:
         """``version`` is what the engines serve from their next resume on."""
         self.version = version
@@ -173,15 +178,15 @@ class EnginePool:
         await all_of(self._unless_lost(slot, slot.link.resume(self.version)) for slot in ready)
         self._roster.look_again()
 
-    async def quarantine(self, engine: str | None) -> bool:
-        """After a failed push: end the ``engine`` that failed, and all that do not answer.
+    async def quarantine(self, engine: str | None, reason: str) -> bool:
+        """After a push that failed for this ``reason``: end the ``engine`` that failed, and all that do not answer.
 
         True if another try is worth while: engines of the failed push are gone, or there was none. Then there is one;
         raises :class:`EngineError` when there will be none.
         """
         for slot in self._members:
             if engine is not None and slot.link.name == engine:
-                self._roster.lose(slot, EngineLostError(f"{engine} failed in a push and may hold half of the weights"))
+                self._roster.lose(slot, EngineLostError(f"{engine} must not serve the weights that it holds: {reason}"))
         await self._roster.lose_the_dead(slot for slot in self._members if slot.state in ABLE)
         left = [slot for slot in self._members if slot.state in ABLE]
         try_again = len(left) < len(self._members) or not self._able()

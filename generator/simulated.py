@@ -12,14 +12,14 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.resume import Finished, Sampling, next_submission
 from generator.rollout import Rollout, Segment
-from generator.simulated_stream import SimulatedSettings, whole_stream
+from generator.simulated_stream import SimulatedSettings, sequence_logprobs, whole_stream
 
 if TYPE_CHECKING:
     from weight_sync.manifest import Manifest
@@ -72,6 +72,8 @@ class SimulatedEngine:
         self.wrong_version: int | None = None
         """What the engine takes every version for that it is sent, if set."""
         self.refuse_weights = False
+        self.logprob_error = 0.0
+        """What its log-probabilities of given sequences are off by."""
         self.counts: dict[str, int] = {}
         """What every call returns as its counts."""
         self.called: Counter[str] = Counter()
@@ -317,6 +319,15 @@ class SimulatedEngine:
         if self.held != version or self._manifest != manifest:
             raise self._broken(f"confirms weights {self.held} instead of version {version}")
         await self._travel("confirm")
+
+    async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        await self._arrive("prompt_logprobs")
+        if self._serving:
+            raise self._broken("serves and computes no given sequences")
+        right = sequence_logprobs(sequences)
+        answer = [[logprob + self.logprob_error for logprob in row] for row in right]
+        await self._travel("prompt_logprobs")
+        return None if self._submitted else answer
 
     async def resume(self, version: int) -> None:
         await self._arrive("resume")

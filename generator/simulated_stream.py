@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from generator.resume import Finished, Sampling, next_submission
@@ -54,3 +55,8 @@ def whole_stream(settings: SimulatedSettings, sampling: Sampling, rollout: Rollo
                 token = (token + 1) % settings.vocabulary
         tokens.append((token, logprob))
     return tokens
+
+
+def sequence_logprobs(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """What simulated engines and learners compute for given sequences, with weights of any version: by the token."""
+    return [[-1.0 - token_id % 7 for token_id in sequence[1:]] for sequence in sequences]

@@ -37,9 +37,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight_sync.mode": ("abort", "keep", "wait"),
     "weight_sync.kv_cache": ("recompute", "reuse"),
     "weight_sync.backend": ("auto", "gloo", "nccl"),
+    "weight_sync.verify": ("none", "first", "every"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
 """The keys that take one of a few words. A test holds them against the registries that know what the words mean."""
+
+OR_A_NUMBER = ("weight_sync.verify",)
+"""Those of them that take a whole number instead of a word."""
 
 EXTENSIBLE: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("statistics",),
@@ -91,6 +95,7 @@ AT_LEAST: dict[str, float] = {
     "engine.rollout_tries": 1,
     "engine.max_restarts": 0,
     "weight_sync.bucket_mib": 1,
+    "weight_sync.verify": 1,
     "rewarding.workers": 1,
     "engine.kv_cache_mib": 0,
     "engine.cpu_threads": 0,
@@ -144,8 +149,10 @@ def problem(key: str, value: Any) -> str | None:
     """What is wrong with the value of one key, for people; ``None`` when all is well, as for a bound that is null."""
     if key in EXTENSIBLE and "." in value:
         return _function_problem(key, value)
-    if key in VALUES and value not in VALUES[key]:
-        return f"`{key}={value}`: the value must be one of {', '.join(VALUES[key])}{nearest(value, VALUES[key])}"
+    number = key in OR_A_NUMBER
+    if key in VALUES and value not in VALUES[key] and not (number and type(value) is int):
+        words = f"{', '.join(VALUES[key])}{', or a whole number' if number else ''}"
+        return f"`{key}={value}`: the value must be one of {words}{nearest(str(value), VALUES[key])}"
     if value == "":
         return f"`{key}=''`: the value is empty; leave the key out, or give it a value"
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -30,7 +30,9 @@ from trainer.placement import (
 )
 from trainer.rewards import RewardScorer
 from trainer.watch import Watch
+from weight_sync.canary import canary_sequences
 from weight_sync.push import Pusher
+from weight_sync.verification import Verification
 
 if TYPE_CHECKING:
     from trainer.learner_group import LearnerGroup
@@ -144,6 +146,14 @@ def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePo
     )
 
 
+def _verification(config: Config, inputs: Inputs) -> Verification:
+    """How pushes are proven. Canary sequences fit the engines' context beside the token that vLLM always samples."""
+    context = engine_settings(config, inputs.model, inputs.longest_prompt).max_model_len
+    known = len(inputs.tokenizer)
+    sequences = canary_sequences(min(known, inputs.model.vocabulary or known), context - 1, config.seed)
+    return Verification(config.weight_sync.verify, inputs.model.dtype, sequences)
+
+
 def _parts(
     config: Config,
     inputs: Inputs,
@@ -168,6 +178,7 @@ def _parts(
             config.weight_sync.timeout,
             connect=lambda: connect(config, learner, engines),
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
+            verification=_verification(config, inputs),
         ),
         admission=Admission(
             batch_prompts=config.batch.prompts,

@@ -161,6 +161,7 @@ class WeightSyncConfig:
     kv_cache: str = "recompute"  # mode keep: recompute the frozen requests' KV cache under new weights, or reuse it
     backend: str = "auto"  # auto, gloo, nccl
     bucket_mib: int = 25  # packed bytes that travel in one collective
+    verify: Any = "first"  # pushes that are proven: none, first (since engines joined), every, or n: each n-th too
     timeout: float = 120.0  # seconds each step of a push may take
     drain_timeout: float = 900.0  # mode wait: seconds until running requests must have ended
     address: str = "auto"  # where the learner's first rank listens; auto: its node's address, loopback when local

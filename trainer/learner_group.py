@@ -93,8 +93,8 @@ class LearnerActor:
     def prepare_push(self) -> Manifest:
         return self._sender.prepare()
 
-    def send_weights(self, version: int) -> int:
-        return self._sender.send(version)
+    def send_weights(self, version: int, hashed: bool) -> int:
+        return self._sender.send(version, hashed)
 
     def steps_done(self) -> int:
         return self._learner.steps_done
@@ -198,9 +198,12 @@ class LearnerGroup:
         """Check on every rank that the weights are finite; the manifest of what will be sent. Disturbs no engine."""
         return (await self._call("prepare_push"))[0]
 
-    async def send(self, version: int) -> int:
-        """Move the weights into every engine, as ``version``; the bytes of tensors that were sent."""
-        return (await self._call("send_weights", version))[0]
+    async def send(self, version: int, hashed: bool = False) -> int:
+        """Move the weights into every engine, as ``version``; the bytes of tensors that were sent.
+
+        ``hashed``: engines compare a digest of every tensor, see :meth:`weight_sync.sender.WeightSender.send`.
+        """
+        return (await self._call("send_weights", version, hashed))[0]
 
     async def steps_done(self) -> int:
         """Batches learned from, those before a checkpoint was loaded included."""

@@ -48,6 +48,8 @@ class ResolvedModel:
     max_position_embeddings: int
     dtype: str
     """``float32`` or ``bfloat16``: what engines and the learner's forward pass compute in."""
+    vocabulary: int | None = None
+    """Rows of the embedding, where the configuration says it; the tokenizer may know fewer tokens, or more."""
 
 
 def resolve_model(
@@ -204,7 +206,16 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     context = text.get("max_position_embeddings")
     if not isinstance(context, int):
         raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
-    return ResolvedModel(str(folder.absolute()), source, reason, tuple(eos), context, dtype)
+    vocabulary = text.get("vocab_size")
+    return ResolvedModel(
+        str(folder.absolute()),
+        source,
+        reason,
+        tuple(eos),
+        context,
+        dtype,
+        vocabulary if isinstance(vocabulary, int) else None,
+    )
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

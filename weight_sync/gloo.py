@@ -20,7 +20,8 @@ from vllm.distributed.weight_transfer.packed_tensor import (
     DEFAULT_PACKED_NUM_BUFFERS,
 )
 
-from weight_sync.buckets import Bucket, plan_buckets, unpack
+from weight_sync.buckets import plan_buckets, unpack
+from weight_sync.digest import check_digests, digest, wire_bytes
 from weight_sync.group import GlooGroup, TransferGroupError, receive_buckets
 from weight_sync.manifest import Manifest, ManifestError, abridged
 from weight_sync.ranks import worker_rank
@@ -52,11 +53,12 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """The announcement of one whole update, in the order of travel."""
+    """The announcement of one whole update, in the order of travel. ``hashed``: digests follow the last bucket."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    hashed: bool = False
 
 
 class IncompleteUpdateError(RuntimeError):
@@ -112,14 +114,14 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Check the announcement, receive every bucket and load it, then check that the model is filled.
 
-        Raises ``ManifestError`` (announcement refused, model untouched), ``LoadError``, ``IncompleteUpdateError`` or
-        ``TransferGroupError``.
+        Raises ``ManifestError`` (announcement refused, model untouched), ``LoadError``, ``DigestError`` (a tensor did
+        not arrive as it was sent), ``IncompleteUpdateError`` or ``TransferGroupError``.
         """
         try:
             manifest = self._checked(update_info)
             self._update = LayerwiseUpdate(self.model, self.model_config)
             self._update.begin()
-            self._receive_all(plan_buckets(manifest, self._bucket_bytes))
+            self._receive_all(manifest, update_info.hashed)
             if missing := self._update.incomplete():
                 raise IncompleteUpdateError(f"the update leaves weights of the model unfilled: {abridged(missing)}")
             self._received = manifest
@@ -153,21 +155,34 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise ManifestError(f"the announced update differs from the first accepted one: {abridged(lines)}")
         return manifest
 
-    def _receive_all(self, buckets: list[Bucket]) -> None:
-        """Receive the whole stream, whatever loading does; then raise what loading raised first."""
+    def _receive_all(self, manifest: Manifest, hashed: bool) -> None:
+        """Receive the whole stream, whatever loading does; then raise what loading raised first.
+
+        A bucket is hashed and loaded while the next one arrives.
+        """
         assert self._group is not None
         assert self._update is not None
         failure: Exception | None = None
-        sizes = (sum(entry.bytes for entry in bucket) for bucket in buckets)
-        for bucket, packed in zip(buckets, receive_buckets(self._group, sizes), strict=True):
+        digests: list[int] = []
+        buckets = plan_buckets(manifest, self._bucket_bytes)
+        sizes = [sum(entry.bytes for entry in bucket) for bucket in buckets]
+        stream = receive_buckets(self._group, [*sizes, wire_bytes(len(manifest.entries))] if hashed else sizes)
+        for bucket in buckets:
+            packed = next(stream)
             if failure is not None:
                 continue
             try:
-                self._update.load(unpack(packed, bucket))
+                tensors = unpack(packed, bucket)
+                if hashed:
+                    digests += [digest(tensor) for _, tensor in tensors]
+                self._update.load(tensors)
             except Exception as error:
                 failure = error
+        sent = next(stream) if hashed else None
         if failure is not None:
             raise failure
+        if sent is not None:
+            check_digests(manifest.names, digests, sent)
 
     def _abandon(self) -> None:
         """Give up an unfinished update, so that nothing of it is counted in the next one."""

@@ -16,6 +16,7 @@ import torch
 
 from weight_sync.buckets import pack, plan_buckets
 from weight_sync.client import Client
+from weight_sync.digest import digest, to_wire
 from weight_sync.group import GlooGroup, TransferGroupError, send_buckets
 from weight_sync.manifest import Manifest, ManifestError
 from weight_sync.source import DeepSpeedSource
@@ -39,6 +40,8 @@ class GlooTrainerWeightTransferEngine:
 
     def __init__(self, *, client: Client, source: DeepSpeedSource, init_info: GlooTrainerInitInfo) -> None:
         self.client = client
+        self.hashed = False
+        """Whether the next updates carry the digests of their tensors, for the workers to compare."""
         self._bucket_bytes = init_info.packed_buffer_size_bytes
         self._timeout = init_info.timeout_seconds
         self._source = source
@@ -57,9 +60,13 @@ class GlooTrainerWeightTransferEngine:
         )
         sides: list[Future[Any]] = [joined, opened]
         wait(sides, return_when=FIRST_EXCEPTION)
-        for side in sides:
-            if side.done():
-                side.result()
+        try:
+            for side in sides:
+                if side.done():
+                    side.result()
+        except BaseException:
+            opened.add_done_callback(_leave)  # it may have come about, or still do so
+            raise
         engine._group = opened.result()
         return engine
 
@@ -82,7 +89,8 @@ class GlooTrainerWeightTransferEngine:
         manifest = Manifest.from_metadata(self._source.metadata())
         self.client.start_weight_update()
         # The workers receive inside update_weights, so the call runs beside the broadcasts.
-        answered = _in_thread(lambda: self.client.update_weights(manifest.to_wire()))
+        announcement = manifest.to_wire() | ({"hashed": True} if self.hashed else {})
+        answered = _in_thread(lambda: self.client.update_weights(announcement))
 
         def check() -> None:
             if answered.done() and (error := answered.exception()) is not None:
@@ -99,7 +107,11 @@ class GlooTrainerWeightTransferEngine:
         self.client.finish_weight_update()
 
     def _packed(self, manifest: Manifest) -> Iterator[torch.Tensor]:
-        """The buckets of the plan, filled from the source; raises if the source departs from its own metadata."""
+        """The buckets of the plan, filled from the source, and behind them the digests if they are asked for.
+
+        Raises if the source departs from its own metadata.
+        """
+        digests: list[int] = []
         stream = iter(self._source)
         for bucket in plan_buckets(manifest, self._bucket_bytes):
             tensors = []
@@ -113,9 +125,19 @@ class GlooTrainerWeightTransferEngine:
                     found = "nothing" if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
                     raise ManifestError(f"the weight source announced {entry} and then yielded {found}")
                 tensors.append(tensor)
+            if self.hashed:
+                digests += [digest(tensor) for tensor in tensors]  # while the bucket before this one travels
             yield pack(tensors)
         if (extra := next(stream, None)) is not None:
             raise ManifestError(f"the weight source yielded {extra[0]!r}, which it had not announced")
+        if self.hashed:
+            yield to_wire(digests)
+
+
+def _leave(opened: Future[GlooGroup]) -> None:
+    """Close a group that nobody will use: its port and its peers would wait for as long as the error is looked at."""
+    if opened.exception() is None:
+        opened.result().close()
 
 
 def _in_thread(call: Callable[[], Result]) -> Future[Result]:

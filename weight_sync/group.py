@@ -137,10 +137,16 @@ def receive_buckets(group: GlooGroup, sizes: Iterable[int]) -> Iterator[torch.Te
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at ``host`` right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on at ``host`` right now.
+
+    Raises :class:`TransferGroupError` when the name does not resolve or the address is none of this machine's.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise TransferGroupError(f"the sender cannot listen at {host!r} (weight_sync.address): {error}") from error
 
 
 def _own_address(host: str) -> str:

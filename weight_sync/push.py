@@ -1,8 +1,9 @@
 """The push protocol: how a new policy version gets from the learner into every engine.
 
-The order is connect (only when engines joined or left), prepare, gate, transfer, confirm, publish, resume. Up to the
-transfer the engines still hold the old version whole, so a failure there lets them go on with it. From the transfer on
-they may hold half of each: after a failure nothing is published and the gate stays closed until a complete push.
+The order is connect (only when engines joined or left), prepare, gate, transfer, confirm, verify (where the push is to
+be proven), publish, resume. Up to the transfer the engines still hold the old version whole, so a failure there lets
+them go on with it. From the transfer on they may hold half of each: after a failure nothing is published and the gate
+stays closed until a complete push.
 
 A push that fails because of an engine costs that engine: it is ended, and the others get the whole version again,
 through a new group. Nothing is ever retried inside a collective, and a group that failed is never used again.
@@ -13,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from weight_sync.canary import CanaryReport, Logprobs, Sequences, compare
 from weight_sync.manifest import Manifest
+from weight_sync.verification import Verification
 
 Result = TypeVar("Result")
 
@@ -74,6 +77,7 @@ class Step(Enum):
     GATE = "gate"
     TRANSFER = "transfer"
     CONFIRM = "confirm"
+    VERIFY = "verify"
     PUBLISH = "publish"
     RESUME = "resume"
 
@@ -82,13 +86,15 @@ class Step(Enum):
 class PushReport:
     """A push that succeeded. ``bytes`` is the size of what was sent.
 
-    ``seconds`` holds one entry a step; ``pause_seconds`` runs from gate to resume.
+    ``seconds`` holds one entry a step; ``pause_seconds`` runs from gate to resume. ``canary`` is ``None`` where no
+    engine was asked.
     """
 
     version: int
     bytes: int
     seconds: dict[str, float]
     pause_seconds: float
+    canary: CanaryReport | None = None
 
 
 class Learner(Protocol):
@@ -98,11 +104,16 @@ class Learner(Protocol):
         """Check the weights, before generation is disturbed, and say what will be sent."""
         ...
 
-    async def send(self, version: int) -> int:
+    async def send(self, version: int, hashed: bool) -> int:
         """Move the weights into every engine; the bytes of tensors that were sent.
 
-        Returns when every engine has answered that it holds all of them.
+        Returns when every engine has answered that it holds all of them and, if ``hashed``, that each is as it was
+        sent.
         """
+        ...
+
+    async def logprobs(self, sequences: Sequences) -> Logprobs:
+        """Log-probabilities of every token but the first, at temperature 1, under the weights that are sent next."""
         ...
 
 
@@ -122,6 +133,13 @@ class Engines(Protocol):
         """Return when every serving engine holds ``version``; raise naming the engine that does not."""
         ...
 
+    async def prompt_logprobs(self, sequences: Sequences) -> Mapping[str, Logprobs | None]:
+        """The same under the weights that each engine holds, by its name; its gate stays closed.
+
+        ``None`` of an engine that could answer only by letting frozen requests run.
+        """
+        ...
+
     def publish(self, version: int) -> None:
         """From now on new tokens are sampled from ``version``."""
         ...
@@ -130,7 +148,7 @@ class Engines(Protocol):
         """Open the gate: unfinished rollouts first."""
         ...
 
-    async def quarantine(self, engine: str | None) -> bool:
+    async def quarantine(self, engine: str | None, reason: str) -> bool:
         """End the ``engine`` that failed, if one is named, and all that do not answer. True if there were any."""
         ...
 
@@ -143,6 +161,8 @@ async def _nothing_to_connect() -> None:
 class Pusher:
     """Runs pushes one at a time. ``timeout`` bounds each step, in seconds; ``clock`` returns seconds.
 
+    ``verification`` says which pushes are proven: hashed on both sides, and by a canary before they are published.
+
     ``connect`` builds the transfer group with the engines of the moment. ``drain_timeout`` is what closing the gate may
     take beside ``timeout``, where requests run to their end first. ``step`` says where the running push stands;
     ``published`` is the version published last, ``None`` before the first.
@@ -153,9 +173,12 @@ class Pusher:
     timeout: float
     connect: Callable[[], Awaitable[None]] = _nothing_to_connect
     drain_timeout: float = 0.0
+    verification: Verification = field(default_factory=Verification)
     clock: Callable[[], float] = time.monotonic
     published: int | None = None
     step: Step = field(default=Step.IDLE, init=False)
+    _unproven: bool = field(default=True, init=False)
+    """Whether no push was proven since engines joined or left."""
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     async def push(self, version: int) -> PushReport:
@@ -174,7 +197,7 @@ class Pusher:
                 try:
                     return await self._run(version)
                 except PushError as failure:
-                    if not await self.engines.quarantine(engine_of(failure)):
+                    if not await self.engines.quarantine(engine_of(failure), str(failure)):
                         raise
                     logger.warning("%s; the other engines get version %d again", failure, version)
         except BaseException as failure:
@@ -187,18 +210,32 @@ class Pusher:
         self._seconds = {}
         if self.engines.members_changed:  # before prepare: it is the connection that makes the learner's sender
             await self._within(Step.CONNECT, self.connect)
-        manifest = await self._within(Step.PREPARE, self.learner.prepare)
+            self._unproven = True
+        proven = self.verification.wanted(version, self._unproven)
+        manifest, expected = await self._within(Step.PREPARE, lambda: self._prepare(proven))
         paused_at = self.clock()
         await self._within(Step.GATE, self.engines.close_gate, self.drain_timeout)
-        sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version))
+        sent = await self._within(Step.TRANSFER, lambda: self.learner.send(version, proven))
         if sent != manifest.total_bytes:
             raise PushError("transfer", f"{sent} bytes were sent, the manifest lists {manifest.total_bytes}")
         await self._within(Step.CONFIRM, lambda: self.engines.confirm(version, manifest))
+        canary = await self._within(Step.VERIFY, lambda: self._verify(expected)) if proven else None
         async with self._timed(Step.PUBLISH):
             self.engines.publish(version)
             self.published = version
+        self._unproven = self._unproven and not proven
         await self._within(Step.RESUME, self.engines.resume)
-        return PushReport(version, sent, dict(self._seconds), self.clock() - paused_at)
+        return PushReport(version, sent, dict(self._seconds), self.clock() - paused_at, canary)
+
+    async def _prepare(self, proven: bool) -> tuple[Manifest, Logprobs]:
+        """What will be sent and, for a canary, what the learner computes with it."""
+        manifest = await self.learner.prepare()
+        return manifest, await self.learner.logprobs(self.verification.sequences) if proven else ()
+
+    async def _verify(self, expected: Logprobs) -> CanaryReport | None:
+        """Raise :class:`weight_sync.canary.CanaryError` unless engines compute what the learner does."""
+        answers = await self.engines.prompt_logprobs(self.verification.sequences)
+        return compare(expected, answers, self.verification.dtype)
 
     async def _go_on(self, failure: BaseException) -> None:
         """Open the gates again if nothing was sent yet: every engine then still holds the old version whole."""

@@ -72,10 +72,11 @@ class WeightSender:
         self._source.check_finite()
         return self._source.manifest()
 
-    def send(self, version: int) -> int:
+    def send(self, version: int, hashed: bool = False) -> int:
         """Move the weights into every engine, as ``version``; the bytes of tensors that were sent.
 
-        Returns when all engines hold and have completed them.
+        Returns when all engines hold and have completed them. ``hashed``: their workers compare a digest of every
+        tensor. Over ``nccl`` there is none, because vLLM's workers have no place for it.
 
         Raises :class:`PushError`. The group is then closed, and the engines must not serve before a complete push.
         """
@@ -83,7 +84,7 @@ class WeightSender:
         self._source.begin_pass()
         try:
             if self._rank == 0:
-                self._send(version)
+                self._send(version, hashed)
         finally:
             # Other ranks wait in the gathers of this pass: it is completed even when sending failed half-way.
             self._source.finish_pass()
@@ -95,11 +96,13 @@ class WeightSender:
         if engine is not None:
             engine.shutdown()
 
-    def _send(self, version: int) -> None:
+    def _send(self, version: int, hashed: bool) -> None:
         if self._engine is None or self._client is None:
             raise PushError("transfer", "there is no transfer group; connect before the push")
         client = self._client
         client.version = version
+        if self._backend == "gloo":
+            self._engine.hashed = hashed
         try:
             self._bounded(self._engine.send_weights)
         except Exception as error:

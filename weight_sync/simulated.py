@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from generator.simulated_stream import sequence_logprobs
+from weight_sync.canary import Logprobs, Sequences
 from weight_sync.manifest import Manifest, ManifestEntry
 from weight_sync.push import PushError
 
@@ -26,7 +28,10 @@ class SimulatedSender:
     async def prepare(self) -> Manifest:
         return MANIFEST
 
-    async def send(self, version: int) -> int:
+    async def logprobs(self, sequences: Sequences) -> Logprobs:
+        return sequence_logprobs(sequences)
+
+    async def send(self, version: int, hashed: bool = False) -> int:
         """Load ``version`` into every member. Raises :class:`PushError` naming the first that failed."""
         if self.seconds:
             await asyncio.sleep(self.seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import uuid
 from dataclasses import replace
 
 import psutil
@@ -20,6 +19,7 @@ from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
 from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
+from weight_sync.canary import canary_sequences
 from weight_sync.client import UpdateRequest
 from weight_sync.push import Pusher
 
@@ -99,19 +99,6 @@ def begin(whole: Rollout, tokens: int, version: int) -> Rollout:
     return Rollout(id=whole.id, prompt_token_ids=whole.prompt_token_ids).extended(segment)
 
 
-async def prompt_logprobs(engine: Engine, sequence: tuple[int, ...]) -> list[float]:
-    """Log-probabilities at temperature 1 of the tokens after the first, under the weights that the engine holds."""
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    async for output in engine.llm.generate(tokens_input(list(sequence)), params, f"logprobs/{uuid.uuid4()}"):
-        if output.prompt_logprobs:
-            entries = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
-            result = [entry[token_id].logprob for token_id, entry in entries]
-    return result
-
-
 def prompts(count: int) -> list[Rollout]:
     return [Rollout(id=str(n), prompt_token_ids=(5 + n, 17, 3, 60, 42 + n)) for n in range(count)]
 
@@ -170,14 +157,46 @@ async def test_the_models_of_this_test_disagree_so_that_a_wrong_tag_would_show(m
     assert (a != b).float().mean() > 0.8
 
 
+SEQUENCES = canary_sequences(VOCABULARY, 200)
+
+
 async def test_a_pushed_engine_computes_what_the_learner_computes(engine, learner, pusher, models):
-    sequence = (7, 50, 3, 3, 88, 21, 64)
     for name in ("A", "B"):
         await push(pusher, learner, models[name])
-        rows = next_token_logprobs(models[name], list(sequence))
-        expected = rows.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
-        logprobs = torch.tensor(await prompt_logprobs(engine, sequence))
-        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+        await engine.pause()
+        computed = await engine.prompt_logprobs(SEQUENCES)
+        for row, expected in zip(computed, await learner.logprobs(SEQUENCES), strict=True):
+            assert row == pytest.approx(expected, abs=1e-4)
+        await engine.resume(pusher.published)
+
+
+async def test_given_sequences_are_computed_behind_a_closed_gate_and_between_updates_only(engine, pusher):
+    with pytest.raises(EngineError, match="serves"):
+        await engine.prompt_logprobs(SEQUENCES)
+    await engine.pause()
+    task = asyncio.create_task(engine.generate(prompts(1)))
+    await engine.prompt_logprobs(SEQUENCES)
+    assert (await engine.stats())["submitted"] == 0
+    with pytest.raises(EngineError, match="the engine is not paused"):
+        await engine.start_weight_update()
+    await engine.resume(pusher.published)
+    (rollout,) = (await asyncio.wait_for(task, timeout=300)).rollouts
+    assert len(rollout.response_token_ids) == MAX_TOKENS
+
+
+async def test_frozen_requests_are_not_disturbed_by_a_question_for_given_sequences(engine, learner, pusher, models):
+    await push(pusher, learner, models["A"])
+    whole = (await engine.generate(prompts(2))).rollouts
+    task = asyncio.create_task(engine.generate(prompts(2)))
+    await sampled(engine, 60)
+    await engine.pause("keep")
+    before = await engine.partial_rollouts()
+    assert await engine.prompt_logprobs(SEQUENCES) is None
+    assert await engine.partial_rollouts() == before
+    await engine.resume(pusher.published)
+    finished = (await asyncio.wait_for(task, timeout=300)).rollouts
+    assert [rollout.resumes for rollout in finished] == [0, 0]
+    assert [r.response_token_ids for r in finished] == [r.response_token_ids for r in whole]
 
 
 async def test_two_pushes_in_quick_succession_lose_no_token(engine, learner, pusher, models):

@@ -19,8 +19,9 @@ from generator.rollout import Rollout
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
-from weight_sync.push import Pusher, PushError
+from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.simulated import SimulatedSender
+from weight_sync.verification import Verification
 
 SAMPLING = Sampling(max_tokens=64, min_tokens=2, stop_token_ids=frozenset(range(20)))
 ENGINE = SimulatedSettings(SAMPLING, max_running=4, token_seconds=1.0, start_seconds=30.0, latency=0.1)
@@ -38,6 +39,7 @@ class World:
     """Every engine there ever was, by number."""
     refuse_from: int = 1_000_000
     """Engines from this number on do not start."""
+    verification: Verification = field(default_factory=Verification)
     equipping: bool = True
     """Whether engines that join get the published version at once, as they do in a run."""
 
@@ -45,7 +47,14 @@ class World:
         self.pool = EnginePool(self._make, self.pool_settings)
         self.sender = SimulatedSender(seconds=1.0)
         drain = 1_000.0 if self.pool_settings.mode == "wait" else 0.0
-        self.pusher = Pusher(self.sender, self.pool, timeout=60.0, connect=self._connect, drain_timeout=drain)
+        self.pusher = Pusher(
+            self.sender,
+            self.pool,
+            timeout=60.0,
+            connect=self._connect,
+            drain_timeout=drain,
+            verification=self.verification,
+        )
         self.weights = asyncio.Lock()
 
     def _make(self, number: int) -> SimulatedEngine:
@@ -56,9 +65,9 @@ class World:
     async def _connect(self) -> None:
         self.sender.connect([link.handle for link in await self.pool.take_members()])
 
-    async def push(self, version: int) -> None:
+    async def push(self, version: int) -> PushReport:
         async with self.weights:
-            await self.pusher.push(version)
+            return await self.pusher.push(version)
 
     async def equip(self) -> None:
         while True:
@@ -384,8 +393,44 @@ def test_an_engine_that_fails_a_push_is_quarantined_and_the_others_serve_the_new
     run(test)
 
 
+EVERY = Verification("every", "float32", ((1, 2, 3), (4, 5)))
+
+
+def test_an_engine_that_computes_something_else_is_quarantined_and_its_rollouts_go_on_elsewhere():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, str(number)) for number in range(4)]
+        await asyncio.sleep(5.0)
+        world.engines[0].logprob_error = 0.5
+        report = await world.push(1)
+        assert report.canary is not None
+        assert report.canary.engines == 1
+        assert world.engines[0].version == 0, "nothing was served under the wrong weights"
+        for task in tasks:
+            check(await task, published=1)
+        assert world.pool.counts["engines/lost"] == 1
+        assert world.pool.counts["rollouts/restarted"] == 0
+        await asyncio.sleep(60.0)
+        assert world.pool.serving == 2
+        assert world.engines[2].called["prompt_logprobs"] == 1, "the new engine's first push is proven too"
+
+    run(test, verification=EVERY)
+
+
+def test_engines_with_frozen_requests_are_not_asked_and_their_rollouts_stay_as_they_are():
+    async def test(world: World) -> None:
+        task = world.generate(4)
+        await asyncio.sleep(5.0)
+        report = await world.push(1)
+        assert report.canary is not None
+        assert report.canary.engines == 1, "the other engine has nothing to do"
+        check(await task, published=1)
+        assert (await world.push(2)).canary.engines == 2
+
+    run(test, verification=EVERY, pool_settings=pool_settings_for(2, max_running=4, mode="keep"))
+
+
 @pytest.mark.parametrize("way", ["die", "kill", "hang"])
-@pytest.mark.parametrize("after", [0.05, 0.15, 0.25, 0.9, 1.25, 1.45, 1.65, 1.75])
+@pytest.mark.parametrize("after", [0.05, 0.15, 0.25, 0.9, 1.25, 1.45, 1.65, 1.75, 1.85, 1.95])
 def test_an_engine_lost_at_any_moment_of_a_push_costs_only_itself(way, after):
     async def test(world: World) -> None:
         tasks = [world.generate(4, str(number)) for number in range(4)]
@@ -401,7 +446,7 @@ def test_an_engine_lost_at_any_moment_of_a_push_costs_only_itself(way, after):
         assert world.pool.serving == 2
         assert world.pool.counts["engines/lost"] == 1
 
-    run(test)
+    run(test, verification=EVERY)
 
 
 def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
@@ -422,7 +467,7 @@ def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
 def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
     async def test(world: World) -> None:
         world.engines[0].refuse_weights = True
-        with pytest.raises(EngineError, match="no engine is left"):
+        with pytest.raises(EngineError, match=r"no engine is left.*at transfer.*engine 0 refuses weights"):
             await world.push(1)
 
     run(test, pool_settings=pool_settings_for(1, max_restarts=0), equipping=False)

@@ -19,6 +19,7 @@ from trainer.batching import Packing
 from trainer.checks import ConfigError, all_keys, check, get
 from trainer.config import Config
 from trainer.help import config_groups, field_comments, rows
+from weight_sync.verification import VerifyWord
 
 GSPO = {"algorithm.objective": "gspo", "algorithm.proximal": "behaviour", "algorithm.correction.weight": "none"}
 REINFORCE = {"algorithm.objective": "reinforce"}
@@ -92,6 +93,10 @@ REINFORCE = {"algorithm.objective": "reinforce"}
             ["learner.minibatches=2", "leaves 2 rollouts", "learner.ranks=3"],
         ),
         ({"weight_sync.backend": "nccl"}, ["needs GPUs"]),
+        ({"weight_sync.verify": "evry"}, ["none, first, every, or a whole number", "did you mean `every`"]),
+        ({"weight_sync.verify": 2.5}, ["weight_sync.verify=2.5", "a whole number"]),
+        ({"weight_sync.verify": True}, ["weight_sync.verify=True", "a whole number"]),
+        ({"weight_sync.verify": 0}, ["weight_sync.verify=0", "at least 1"]),
         ({"weight_sync.backend": "gloo", "hardware": "gpu"}, ["hardware=gpu", "weight_sync.backend=nccl"]),
         ({"weight_sync.backend": "gloo", "hardware": "cluster"}, ["hardware=cluster", "weight_sync.backend=nccl"]),
     ],
@@ -103,6 +108,11 @@ def test_a_configuration_that_cannot_work_is_answered_in_one_paragraph_that_name
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("verify", ["none", "first", "every", 1, 20])
+def test_pushes_are_proven_by_a_word_or_by_a_number(verify):
+    check(tiny_config({"weight_sync.verify": verify}))
 
 
 def test_uncorrected_training_is_possible_when_asked_for_by_name():
@@ -167,6 +177,7 @@ def test_every_checked_key_exists_and_its_default_is_allowed():
         ("learner.packing", get_args(Packing)),
         ("weight_sync.mode", get_args(PushMode)),
         ("weight_sync.kv_cache", get_args(KvCache)),
+        ("weight_sync.verify", get_args(VerifyWord)),
     ],
 )
 def test_the_words_that_a_key_may_take_are_those_that_the_code_behind_it_knows(key, words):

@@ -19,6 +19,7 @@ import yaml
 from tests.trainer.watch import wandb_file
 from trainer.control import request
 from trainer.watch import catalogue
+from weight_sync.canary import TOLERANCES
 
 pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
 
@@ -110,6 +111,14 @@ class TestAFinishedRun:
         assert [line["step"] for line in lines] == [1, 2, 3]
         for name in ("reward/mean", "policy/grad_norm", "mismatch/kl", "staleness/token_max", "push/pause_seconds"):
             assert all(name in line for line in lines), name
+
+    def test_its_first_push_is_proven_and_the_later_ones_are_not(self, finished_run):
+        first, *later = [json.loads(line) for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines()]
+        assert first["push/canary_engines"] == 1
+        tolerance = TOLERANCES["float32"]
+        assert 0.0 < first["push/canary_abs_diff_mean"] <= tolerance.mean
+        assert first["push/canary_abs_diff_max"] <= tolerance.largest
+        assert not any("push/canary_engines" in line for line in later)
 
     def test_every_trained_rollout_keeps_the_invariants(self, finished_run):
         rows = [

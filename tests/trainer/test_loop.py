@@ -24,6 +24,7 @@ from trainer.step_metrics import StepResult
 from weight_sync import push as weight_push
 from weight_sync.push import PushReport
 from weight_sync.simulated import SimulatedSender
+from weight_sync.verification import Verification
 
 
 async def finish(run: Parts) -> Parts:
@@ -271,3 +272,53 @@ def test_a_run_whose_engines_are_killed_again_and_again_reaches_its_last_step_an
     else:
         assert pool.counts["rollouts/restarted"] == 0
         assert sampled == run.watch.generated
+
+
+# -- engines that do not compute with what they were sent -----------------------------------------------------------
+
+
+async def proven_run(count: int, wrong: int, *, steps: int = 6) -> tuple[Parts, list[SimulatedEngine]]:
+    """A run on ``count`` simulated engines, of which ``wrong`` begin to compute something else after a while."""
+    engines: list[SimulatedEngine] = []
+
+    def make(number: int) -> SimulatedEngine:
+        engines.append(SimulatedEngine(f"engine {number}", ENGINE))
+        return engines[-1]
+
+    async def go_wrong() -> None:
+        await asyncio.sleep(150.0)
+        for engine in engines[:wrong]:
+            engine.logprob_error = 0.25
+
+    pool = EnginePool(make, pool_settings_for(count, max_running=4))
+    sender = SimulatedSender(seconds=2.0)
+
+    async def connect() -> None:
+        sender.connect([link.handle for link in await pool.take_members()])
+
+    every = Verification("every", "float32", ((1, 2, 3), (4, 5)))
+    pusher = weight_push.Pusher(sender, pool, timeout=60.0, connect=connect, verification=every)
+    await pool.start()
+    run = parts(steps=steps, batch=4, bound=2, engines=pool, pusher=pusher, learner=SlowLearner(2))
+    going_wrong = asyncio.create_task(go_wrong())
+    try:
+        async with asyncio.timeout(10_000.0):
+            await train(run)
+    finally:
+        going_wrong.cancel()
+        await pool.shutdown()
+    return run, engines
+
+
+def test_a_run_goes_on_without_the_engine_that_computes_something_else():
+    run, engines = virtual_time.run(proven_run(count=2, wrong=1, steps=12))
+    assert run.watch.steps == list(range(1, 13))
+    assert run.engines.counts["engines/lost"] == 1
+    assert engines[0].version < engines[1].version == 12
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_fails_with_both_figures_when_no_engine_computes_what_the_learner_does(count):
+    with pytest.raises(ExceptionGroup) as failure:
+        virtual_time.run(proven_run(count, wrong=count, steps=12))
+    assert failure.group_contains(weight_push.PushError, match=r"at verify.*0\.25 on average and by 0\.25 at most")

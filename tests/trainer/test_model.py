@@ -75,7 +75,7 @@ def test_a_nested_text_configuration_is_read(tiny, tmp_path):
     (tiny / "config.json").write_text(json.dumps({"text_config": config | {"eos_token_id": 11}}))
     model = resolve(tiny, tmp_path)
     assert 11 in model.eos_token_ids
-    assert model.max_position_embeddings == 256
+    assert (model.max_position_embeddings, model.vocabulary) == (256, config["vocab_size"])
 
 
 def test_a_model_without_any_end_of_sequence_is_refused(tiny, tmp_path):

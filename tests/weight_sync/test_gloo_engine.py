@@ -139,14 +139,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory, model_a: torch.nn.Module) -
 
 
 class Partial(DeepSpeedSource):
-    """A source that leaves out a tensor, or sends it in another shape: a learner with a defect."""
+    """A source that leaves out a tensor, or sends it in another shape or under two names: a learner with a defect."""
 
-    def __init__(self, model: torch.nn.Module, *, without: str = "", halved: str = "") -> None:
+    def __init__(self, model: torch.nn.Module, *, without: str = "", halved: str = "", twice: str = "") -> None:
         super().__init__(model, bucket_bytes=BUCKET_BYTES)
-        self._without, self._halved = without, halved
+        self._without, self._halved, self._twice = without, halved, twice
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         kept = [(name, tensor) for name, tensor in super()._tensors() if name != self._without]
+        kept += [(f"{name}_2", tensor) for name, tensor in kept if name == self._twice]
         return [(name, tensor[:1] if name == self._halved else tensor) for name, tensor in kept]
 
 
@@ -171,6 +172,13 @@ def test_a_first_push_with_a_wrong_shape_is_refused_by_name_after_the_stream_is_
     sender = engine.connected_sender(Partial(model_a, halved="model.layers.0.self_attn.k_proj.weight"))
     with pytest.raises(PushError, match=r"model\.layers\.0\.self_attn\.k_proj\.weight"):
         sender.send(0)
+
+
+def test_a_first_push_with_a_tensor_that_the_model_does_not_know_is_refused_by_its_name(engine, model_a):
+    sender = engine.connected_sender(Partial(model_a, twice="model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(PushError, match=r"model\.layers\.1\.mlp\.up_proj\.weight_2"):
+        sender.send(0)
+    assert engine.version() != "0"
 
 
 def test_pushes_of_a_then_b_then_a_are_served_exactly_tied_head_included(engine, model_a):

@@ -79,6 +79,12 @@ def test_a_member_that_never_comes_is_an_error_that_names_the_address():
         GlooGroup("127.0.0.1", port, 0, 2, timeout=1)
 
 
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "203.0.113.7"], ids=["unresolved", "another machine's"])
+def test_an_address_that_is_not_this_machine_s_is_an_error_that_names_it(address):
+    with pytest.raises(TransferGroupError, match=f"cannot listen at '{address}'"):
+        free_port(address)
+
+
 def test_a_closed_group_says_what_to_do():
     sender, receiver = _groups(2, timeout=30)
     sender.close()

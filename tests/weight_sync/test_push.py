@@ -3,8 +3,10 @@ import pickle
 
 import pytest
 
+from weight_sync.canary import CanaryError
 from weight_sync.manifest import Manifest, ManifestEntry
 from weight_sync.push import Pusher, PushError, Step, engine_of
+from weight_sync.verification import Verification
 
 MANIFEST = Manifest((ManifestEntry("w", "float32", (2,)),))
 ORDER = ["prepare", "gate", "transfer", "confirm", "publish", "resume"]
@@ -22,6 +24,9 @@ class Script:
         """How many failures cost an engine and leave others to go on with."""
         self.published: list[int] = []
         self.sent_bytes = MANIFEST.total_bytes
+        self.hashed: list[bool] = []
+        self.off_by: dict[str, float | None] = {"engine 0": 0.0, "engine 1": 0.0}
+        """How wrong each engine's log-probabilities are; ``None``: it holds frozen requests."""
 
     async def _do(self, step: str) -> None:
         self.calls.append(step)
@@ -35,7 +40,12 @@ class Script:
         await self._do("prepare")
         return MANIFEST
 
-    async def send(self, version: int) -> int:
+    async def logprobs(self, sequences) -> list[list[float]]:
+        await self._do("learner's logprobs")
+        return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+
+    async def send(self, version: int, hashed: bool) -> int:
+        self.hashed.append(hashed)
         await self._do("transfer")
         return self.sent_bytes
 
@@ -46,6 +56,13 @@ class Script:
         assert manifest == MANIFEST
         await self._do("confirm")
 
+    async def prompt_logprobs(self, sequences) -> dict[str, list[list[float]] | None]:
+        await self._do("verify")
+        return {
+            name: None if error is None else [[error - 1.0] * (len(sequence) - 1) for sequence in sequences]
+            for name, error in self.off_by.items()
+        }
+
     def publish(self, version: int) -> None:
         self.calls.append("publish")
         if self.fail_at == "publish":
@@ -55,8 +72,9 @@ class Script:
     async def resume(self) -> None:
         await self._do("resume")
 
-    async def quarantine(self, engine: str | None) -> bool:
+    async def quarantine(self, engine: str | None, reason: str) -> bool:
         self.quarantined.append(engine)
+        self.off_by.pop(engine, None)
         self.engines_left -= 1
         return self.engines_left >= 0
 
@@ -140,7 +158,7 @@ async def test_an_engine_that_fails_a_push_is_ended_and_the_others_get_the_whole
     script.engines_left = 1
     send = script.send
 
-    async def fail_once(version: int) -> int:
+    async def fail_once(version: int, hashed: bool) -> int:
         script.send = send
         await script._do("transfer")
         raise PushError("update_weights", ConnectionError("it is gone"), "engine 1")
@@ -226,6 +244,90 @@ async def test_a_timeout_inside_a_step_is_not_mistaken_for_the_step_s_own_deadli
     script.prepare = impatient
     with pytest.raises(PushError, match="the disk is slow"):
         await pusher(script).push(0)
+
+
+# -- proof ------------------------------------------------------------------------------------------------------------
+
+EVERY = Verification("every", "float32", ((1, 2, 3), (4, 5)))
+PROVEN = ["prepare", "learner's logprobs", "gate", "transfer", "confirm", "verify", "publish", "resume"]
+
+
+async def test_a_proven_push_asks_the_learner_before_the_gate_and_the_engines_before_the_publication():
+    script = Script()
+    script.off_by = {"engine 0": 1e-5, "engine 1": -3e-5}
+    report = await pusher(script, verification=EVERY).push(0)
+    assert script.calls == PROVEN
+    assert script.hashed == [True]
+    assert report.canary is not None
+    assert report.canary.engines == 2
+    assert report.canary.abs_diff_mean == pytest.approx(2e-5)
+    assert report.canary.abs_diff_max == pytest.approx(3e-5)
+    assert list(report.seconds)[3:5] == ["confirm", "verify"]
+
+
+@pytest.mark.parametrize(
+    ("when", "proven"),
+    [("none", []), ("first", [0]), ("every", [0, 1, 2, 3, 4]), (3, [0, 3])],
+)
+async def test_a_push_is_proven_when_the_configuration_asks_for_it(when, proven):
+    script = Script()
+    run = pusher(script, verification=Verification(when, "float32", EVERY.sequences))
+    reports = [await run.push(version) for version in range(5)]
+    assert [report.version for report in reports if report.canary is not None] == proven
+    assert script.hashed == [version in proven for version in range(5)]
+
+
+async def test_the_first_push_after_engines_joined_is_proven_again():
+    script = Script()
+    run = pusher(script, verification=Verification("first", "float32", EVERY.sequences))
+    await run.push(0)
+    await run.push(1)
+    script.members_changed = True
+    await run.push(1)
+    assert script.hashed == [True, False, True]
+
+
+async def test_a_first_push_that_fails_before_its_proof_leaves_that_to_the_next_one():
+    script = Script(fail_at="gate")
+    run = pusher(script, verification=Verification("first", "float32", EVERY.sequences))
+    with pytest.raises(PushError):
+        await run.push(0)
+    script.fail_at = None
+    await run.push(0)
+    assert script.hashed == [True]
+
+
+async def test_an_engine_that_computes_something_else_is_ended_and_the_others_get_the_version_again():
+    script = Script()
+    script.off_by["engine 1"] = 0.5
+    script.engines_left = 1
+    report = await pusher(script, verification=EVERY).push(0)
+    assert script.quarantined == ["engine 1"]
+    assert script.calls == [*PROVEN[:6], *PROVEN]
+    assert report.canary is not None
+    assert report.canary.engines == 1
+
+
+async def test_a_push_fails_where_every_engine_computes_something_else_and_nothing_is_published():
+    script = Script()
+    script.off_by = {"engine 0": 0.5, "engine 1": 0.25}
+    with pytest.raises(PushError, match="at verify: CanaryError: the canary: engine 0, engine 1 of 2") as caught:
+        await pusher(script, verification=EVERY).push(0)
+    assert isinstance(caught.value.cause, CanaryError)
+    assert script.quarantined == [None], "no engine is to blame"
+    assert script.published == []
+    assert "resume" not in script.calls
+
+
+async def test_a_canary_that_is_not_answered_ends_at_the_deadline():
+    with pytest.raises(PushError, match="at verify: no answer within"):
+        await pusher(Script(hang_at="verify"), verification=EVERY, timeout=0.05).push(0)
+
+
+async def test_where_no_engine_can_be_asked_there_is_no_figure():
+    script = Script()
+    script.off_by = {"engine 0": None}
+    assert (await pusher(script, verification=EVERY).push(0)).canary is None
 
 
 def test_an_error_crosses_processes_with_its_step_engine_and_reason():

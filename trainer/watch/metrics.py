@@ -17,6 +17,7 @@ from generator.rollout import Group, Rollout, ScoredRollout
 from trainer.unscored import CAUSES
 
 if TYPE_CHECKING:  # imports torch: seconds, before a word of a configuration error
+    from weight_sync.canary import CanaryReport
     from weight_sync.push import PushReport
 
 RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "excluded", "first10_mean", "last10_mean", *CAUSES})
@@ -41,6 +42,8 @@ class PushRecord:
     """Unfinished rollouts that were submitted again after it."""
     phases: tuple[tuple[str, float, float], ...] = ()
     """(name, start, seconds) of each part, for the trace."""
+    canary: CanaryReport | None = None
+    """How far engines were from the learner, where that was compared."""
 
 
 def push_record(report: PushReport, started: float, interrupted: int) -> PushRecord:
@@ -58,6 +61,7 @@ def push_record(report: PushReport, started: float, interrupted: int) -> PushRec
         bytes=report.bytes,
         interrupted_rollouts=interrupted,
         phases=tuple(phases),
+        canary=report.canary,
     )
 
 
@@ -206,6 +210,10 @@ def push_metrics(pushes: Sequence[PushRecord]) -> dict[str, float]:
     }
     if size := sum(push.bytes for push in pushes):
         metrics["push/bytes"] = float(size)
+    if canaries := [push.canary for push in pushes if push.canary is not None]:
+        metrics["push/canary_abs_diff_mean"] = float(np.mean([canary.abs_diff_mean for canary in canaries]))
+        metrics["push/canary_abs_diff_max"] = max(canary.abs_diff_max for canary in canaries)
+        metrics["push/canary_engines"] = float(sum(canary.engines for canary in canaries))
     phases: dict[str, float] = {}
     for push in pushes:
         for name, _, duration in push.phases:

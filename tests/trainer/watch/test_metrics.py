@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 
 from trainer.watch import catalogue
-from trainer.watch.metrics import PushRecord, RunningTotals, reward_metrics, staleness_metrics, step_metrics
+from trainer.watch.metrics import (
+    PushRecord,
+    RunningTotals,
+    push_metrics,
+    reward_metrics,
+    staleness_metrics,
+    step_metrics,
+)
+from weight_sync.canary import CanaryReport
 
 
 def test_a_rollout_without_reward_is_counted_and_changes_no_mean(scored):
@@ -73,13 +81,24 @@ def test_lengths_and_ends_of_completions(scored, group):
 
 
 def test_every_metric_we_make_is_in_the_catalogue(scored, group):
-    push = PushRecord(1, 0.0, 0.5, 0.4, bytes=10, interrupted_rollouts=1, phases=(("transfer", 0.0, 0.2),))
+    phases = (("transfer", 0.0, 0.2), ("verify", 0.2, 0.1))
+    canary = CanaryReport(0.1, 0.3, 2)
+    push = PushRecord(1, 0.0, 0.5, 0.4, bytes=10, interrupted_rollouts=1, phases=phases, canary=canary)
     metrics = step_metrics(
         [group(scored(1.0, exact=1.0))], version=0, seconds=1.0, generated_tokens=1, pushes=[push],
         extra={"policy/loss": 0.1, "mismatch/ess": 1.0, "idle/learner_seconds": 0.0, "timing/train_seconds": 1.0},
     )  # fmt: skip
     assert catalogue.unknown(metrics) == []
     assert catalogue.unknown(["policy/lsos", "nothing"]) == ["nothing", "policy/lsos"]
+
+
+def test_the_canary_of_a_step_is_that_of_the_pushes_in_it_that_had_one():
+    canaries = [CanaryReport(0.1, 0.3, 2), None, CanaryReport(0.2, 0.25, 1)]
+    metrics = push_metrics([PushRecord(1, 0.0, 0.5, 0.4, canary=canary) for canary in canaries])
+    assert metrics["push/canary_abs_diff_mean"] == pytest.approx(0.15)
+    assert metrics["push/canary_abs_diff_max"] == 0.3
+    assert metrics["push/canary_engines"] == 3
+    assert not any("canary" in name for name in push_metrics([PushRecord(1, 0.0, 0.5, 0.4)]))
 
 
 def test_catalogue_names_are_unique_and_every_entry_reaches_the_documentation():
