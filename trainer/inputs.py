@@ -59,7 +59,8 @@ def load_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model.path)
     longest = prompt_limit(config, model)
     prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=longest)
-    held_out = build_prompts(_held_out_rows(config, data), task.prompt, tokenizer, max_tokens=longest)
+    rows = _held_out_rows(config, data)
+    held_out = build_prompts(rows, task.prompt, tokenizer, max_tokens=longest) if rows else []
     stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
     return Inputs(data, model, tokenizer, stream, tuple(held_out), rewards, environment, reference)
 
