@@ -23,9 +23,9 @@ TEXT = """\
 
 A two-layer model from random weights learns to write the letter `a` (`recipe=ci_tiny`): every preset of
 `configs/algorithm`, {seeds} seed(s) each, through the real stack (vLLM, DeepSpeed, Ray, pushes in the middle of
-generations), all with the recipe's learning rate, which is tuned for none of them. The reward is the share of the
-letter; all responses are equally long, so how presets weigh lengths does not show. Lines are means over the seeds,
-bands one standard deviation to each side, the means of the other presets grey behind.
+generations), all with the same learning rate, which is tuned for none of them. The reward is the share of the letter;
+all responses are equally long, so how presets weigh lengths does not show. Lines are means over the seeds, bands one
+standard deviation to each side, the means of the other presets grey behind.
 
 A preset that learns slowly here is no worse for it: its bounds may just be made for smaller steps than these.
 

@@ -19,6 +19,7 @@ on-policy steps of real runs: the tiny model in float32, SmolLM2 in float32 and 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import random
@@ -140,7 +141,7 @@ def throughput(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
         learners.insert(0, learner)
         makers: dict[str, Callable[[Sequence[TrainRollout]], Any]] = {
             "bare": bare.train,
-            "learner": lambda part, learner=learner: learner.train(part, version=0),
+            "learner": functools.partial(learner.train, version=0),
         }
         for make in makers.values():
             make(rollouts[: arguments.size])  # a warm-up: buffers and optimizer state are made in the first step

@@ -65,11 +65,13 @@ def small_multiples(
 
 
 def tick_step(most: float) -> float:
-    """The distance of ticks, 1, 2, 2.5 or 5 times a power of ten, of which :data:`TICKS` reach ``most``."""
+    """The distance of ticks, a round number, of which :data:`TICKS` reach ``most``."""
     if most <= 0:
         return 1.0 / TICKS
     power = 10.0 ** math.floor(math.log10(most / TICKS))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power * TICKS >= most * (1 - 1e-9))
+    return next(
+        step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power * TICKS >= most * (1 - 1e-9)
+    )
 
 
 def _panel(curve: Curve, others: Sequence[Curve], most: tuple[float, float]) -> str:

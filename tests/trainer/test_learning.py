@@ -51,8 +51,10 @@ def test_with_the_sign_of_the_advantage_flipped_it_unlearns_it(flipped_on_policy
 @pytest.mark.engine
 def test_right_after_every_push_engine_and_learner_give_the_same_tokens_the_same_log_probabilities(flipped_on_policy):
     """On-policy: all tokens of a batch were sampled by an engine from the weights that the learner has."""
-    for number, step in enumerate(flipped_on_policy):
+    # A batch without a single `a` has no advantages: nothing is fed, and there is nothing to compare.
+    compared = [step for step in flipped_on_policy if "mismatch/logprob_abs_diff_mean" in step]
+    assert len(compared) >= 5
+    assert len({step["policy/entropy"] for step in compared}) == len(compared), "the weights changed in between"
+    for step in compared:
         assert step["staleness/token_max"] == 0
-        assert step["policy/version"] == number
         assert step["mismatch/logprob_abs_diff_mean"] <= 1e-5
-    assert flipped_on_policy[-1]["policy/entropy"] != flipped_on_policy[0]["policy/entropy"]
