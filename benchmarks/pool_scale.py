@@ -137,6 +137,9 @@ class LightEngine:
     async def confirm(self, *arguments: Any) -> None:
         self._engines.calls += 1
 
+    async def prompt_logprobs(self, sequences: Any) -> None:
+        self._engines.calls += 1
+
     async def resume(self, version: int) -> None:
         self._engines.calls += 1
         self._version = version
@@ -207,6 +210,11 @@ class Nothing:
     @property
     def trace(self) -> Nothing:
         return self
+
+    ended = 0
+
+    def open_spans(self) -> list[Any]:
+        return []
 
     def span(self, *args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext()
@@ -281,8 +289,12 @@ async def measure_push(in_flight: int) -> tuple[float, float]:
     return statistics.median(seconds), calls / PUSHES
 
 
-def measure(sizes: list[int], rollouts: int, repeat: int) -> list[dict[str, Any]]:
-    """A row of figures a size: medians of ``repeat`` measurements, taken in turns."""
+def measure(sizes: list[int], rollouts: int, repeat: int) -> dict[str, Any]:
+    """A row a size, medians of ``repeat`` measurements taken in turns, and how the last size compares to the first.
+
+    The ratios are medians over the turns, not ratios of medians: a machine that changes its speed between turns, as
+    shared ones do by half, changes both sizes of a turn.
+    """
     loops: dict[int, list[float]] = {size: [] for size in sizes}
     pushes: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
     relax_collector()  # as in a run
@@ -292,7 +304,7 @@ def measure(sizes: list[int], rollouts: int, repeat: int) -> list[dict[str, Any]
             loops[size].append(virtual_time.run(measure_loop(size, rollouts)))
             gc.collect()
             pushes[size].append(virtual_time.run(measure_push(size)))
-    return [
+    rows = [
         {
             "in_flight": size,
             "driver_us_per_rollout": 1e6 * statistics.median(loops[size]),
@@ -303,6 +315,17 @@ def measure(sizes: list[int], rollouts: int, repeat: int) -> list[dict[str, Any]
         }
         for size in sizes
     ]
+    first, last = sizes[0], sizes[-1]
+    push_seconds = {size: [seconds for seconds, _ in pushes[size]] for size in (first, last)}
+    return {
+        "driver_cpu_ratio": _ratio(loops[last], loops[first]),
+        "push_cpu_ratio": _ratio(push_seconds[last], push_seconds[first]),
+        "runs": rows,
+    }
+
+
+def _ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(above, below, strict=True))
 
 
 def main() -> None:
@@ -314,21 +337,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
-        rows = measure(QUICK_SCALE, rollouts=1_000, repeat=1)
+        measured = measure(QUICK_SCALE, rollouts=1_000, repeat=1)
     else:
-        rows = measure(SCALE, arguments.rollouts, arguments.repeat)
-    first, last = rows[0], rows[-1]
-    result = {
-        "machine": machine(),
-        "engines": ENGINES,
-        "driver_cpu_ratio": last["driver_us_per_rollout"] / first["driver_us_per_rollout"],
-        "push_cpu_ratio": last["driver_ms_per_push"] / first["driver_ms_per_push"],
-        "runs": rows,
-    }
+        measured = measure(SCALE, arguments.rollouts, arguments.repeat)
+    result = {"machine": machine(), "engines": ENGINES, **measured}
+    rows = measured["runs"]
     print(f"{result['machine']}; {ENGINES} engines without a model\n\n{table(rows)}\n")
     print(
-        f"{last['in_flight']} against {first['in_flight']} in flight: {result['driver_cpu_ratio']:.2f} x the driver's "
-        f"CPU time per finished rollout, {result['push_cpu_ratio']:.2f} x per push"
+        f"{rows[-1]['in_flight']} against {rows[0]['in_flight']} in flight: {result['driver_cpu_ratio']:.2f} x the "
+        f"driver's CPU time per finished rollout, {result['push_cpu_ratio']:.2f} x per push"
     )
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

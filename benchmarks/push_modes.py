@@ -55,26 +55,30 @@ def moved(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 async def measure(
-    engine: Engine, models: list[Any], mode: PushMode, kv_cache: KvCache, running: int, budget: int
+    engine: Engine, models: list[Any], mode: PushMode, kv_cache: KvCache, running: int, budget: int, seed: int
 ) -> dict[str, Any]:
-    """One pass over all models: ``running`` rollouts, a push at even distances."""
+    """One pass over all models: ``running`` rollouts, a push at even distances.
+
+    Passes of one engine take different seeds: prompts of an earlier one may be in the prefix cache, under its weights.
+    """
     learner = ModuleLearner(models[0], engine)
     side = OneEngine(engine)
     side.mode, side.kv_cache = mode, kv_cache
     pusher = Pusher(learner, side, timeout=300.0, drain_timeout=300.0)
     vocabulary = models[0].config.vocab_size
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     prompts = torch.randint(3, vocabulary, (running, PROMPT_TOKENS)).tolist()
     await pusher.push(0)
     before = await engine.stats()
     task = asyncio.create_task(engine.generate([Rollout(str(n), tuple(p)) for n, p in enumerate(prompts)]))
     started = time.monotonic()
-    pauses, recomputed = [], 0
+    pauses, recomputed = [], 0.0
     every = running * budget // len(models)
     for version in range(1, len(models)):
         await _sampled(engine, before["generated_tokens"] + version * every, task)
         learner.model = models[version]
-        tokens = _held(engine)
+        # Every rollout is still running: budgets are equal, and the last push comes before they are used up.
+        tokens = running * PROMPT_TOKENS + (await engine.stats())["generated_tokens"] - before["generated_tokens"]
         pauses.append((await pusher.push(version)).pause_seconds)
         recomputed += 0 if mode == "wait" or kv_cache == "reuse" else tokens
     finished = (await task).rollouts
@@ -93,11 +97,6 @@ async def measure(
 async def _sampled(engine: Engine, tokens: float, task: asyncio.Task[Any]) -> None:
     while not task.done() and (await engine.stats())["generated_tokens"] < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-
-
-def _held(engine: Engine) -> int:
-    """Tokens in the KV cache of running requests, prompts included."""
-    return sum(PROMPT_TOKENS + len(request.token_ids) for request in engine._requests.values())
 
 
 def gap_by_age(rollouts: list[Rollout], models: list[torch.nn.Module]) -> dict[int, list[float]]:
@@ -125,9 +124,8 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         await engine.start()
     try:
         return [
-            await measure(engine, models, mode, kv_cache, arguments.running, arguments.tokens)
-            for _ in range(arguments.repeat)
-            for mode, kv_cache in MODES
+            await measure(engine, models, mode, kv_cache, arguments.running, arguments.tokens, seed)
+            for seed, (mode, kv_cache) in enumerate(MODES * arguments.repeat)
         ]
     finally:
         await engine.shutdown()

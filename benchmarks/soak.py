@@ -10,6 +10,8 @@ Part two: a real run of ``ci_tiny`` with two engines, of which one is killed aga
 engine core, or the actor around it. The run has to reach its last step; its rollouts and its summary are then checked.
 
 Part three: what many rollouts in flight cost the driver, from ``benchmarks.pool_scale``.
+
+The exit code is 1 when a token was lost, mislabelled or one too many, or a kill was not survived.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ PAUSE_SECONDS = (0.5, 8.0)
 """From the moment an engine serves until the next kill: shorter than another takes to start, so often none is left."""
 TINY_BUDGET = 24
 """`sampling.max_tokens` of ci_tiny."""
+FAULTS = ("tokens_lost", "tokens_mislabelled", "budget_violations", "rollouts_broken", "tokens_unaccounted")
+"""Figures that are 0 in a run without a fault."""
 VICTIMS = ("EngineCore", "ray::Engine")
 """How the processes of an engine are called: vLLM's engine core, and the actor that made it."""
 
@@ -245,8 +249,8 @@ def _check_rollouts(run_dir: Path) -> tuple[int, int]:
     return broken, checked
 
 
-def main() -> None:
-    """Run both parts, print the table, write the JSON."""
+def main() -> int:
+    """Run the parts, print the table, write the JSON; how many figures show a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pushes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=50)
@@ -263,8 +267,8 @@ def main() -> None:
     if arguments.kills:
         report |= kills(arguments.kills, arguments.seed)
     if not arguments.no_scale:
-        rows = measure_scale(*((QUICK_SCALE, 1_000, 1) if arguments.quick else (SCALE, 20_000, 5)))
-        report["driver_cpu_ratio"] = rows[-1]["driver_us_per_rollout"] / rows[0]["driver_us_per_rollout"]
+        scale = measure_scale(*((QUICK_SCALE, 1_000, 1) if arguments.quick else (SCALE, 20_000, 5)))
+        report["driver_cpu_ratio"] = scale["driver_cpu_ratio"]
     print(
         "\n".join(
             f"| {name} | {value if not isinstance(value, float) else f'{value:.4g}'} |"
@@ -273,8 +277,14 @@ def main() -> None:
     )
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return faults(report)
+
+
+def faults(report: dict[str, Any]) -> int:
+    """How many of the figures show that something was lost, mislabelled or not survived."""
+    died = report.get("engine_kills", 0) - report.get("kills_survived", 0)
+    return sum(report.get(name, 0) != 0 for name in FAULTS) + (died != 0)
 
 
 if __name__ == "__main__":
-    main()
-    leave(0)
+    leave(1 if main() else 0)

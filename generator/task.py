@@ -50,6 +50,8 @@ class TaskContext:
     hub_reachable: Callable[[], bool]
     """Whether data sets can be fetched from, or are cached from, the model hub. Called at most once, lazily."""
     seed: int
+    eval_path: str | None = None
+    """``data.eval_path`` of the configuration: a local file of held-out rows, or ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class TaskData:
     """The rows of a task and where they came from.
 
     ``rows`` is indexable and has a length; a row is a mapping of columns. ``source`` says in one phrase what was taken
-    and ``reason`` why; both are shown in the first lines of a run.
+    and ``reason`` why; both are shown in the first lines of a run. ``eval_rows`` are held out: evaluations sample
+    them, training never does.
     """
 
     rows: Sequence[Mapping[str, Any]]

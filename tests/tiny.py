@@ -93,6 +93,7 @@ def learner_spec(folder: Any, **changes: Any) -> LearnerSpec:
         device="cpu",
         temperature=1.0,
         seed=0,
+        steps=100,
         trust_remote_code=False,
         learner=LearnerConfig(timeout=300.0),
         optimizer=OptimizerConfig(),

@@ -55,7 +55,7 @@ class Admission:
         return self.version
 
     def continue_at(self, version: int, buffered: int) -> None:
-        """A run goes on after ``version`` optimizer steps, with ``buffered`` scored groups of its checkpoint.
+        """A run goes on after ``version`` steps, with ``buffered`` scored groups of its checkpoint.
 
         The bound is the same as after a fresh start (V2). Groups that were in flight are admitted again, before new
         ones; they had their places before, so there is room for them unless the configuration became narrower.

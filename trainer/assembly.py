@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from generator.actor import RayEngine
 from generator.pool import EnginePool
+from generator.resume import Sampling
 from trainer.admission import Admission
 from trainer.collector import relax_collector
 from trainer.config import Config
 from trainer.conversation import TextCodec
 from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn
+from trainer.evaluation import Evaluations, Evaluator
 from trainer.inputs import Inputs
 from trainer.placement import (
     check_resources,
@@ -22,6 +24,7 @@ from trainer.placement import (
     engine_resources,
     engine_room,
     engine_settings,
+    evaluation_sampling,
     pool_settings,
     transfer_backend,
 )
@@ -46,7 +49,7 @@ async def assemble(
 ) -> AsyncIterator[Parts]:
     """Start engines and learner, and yield the parts that the algorithm works with.
 
-    ``first_step`` is the number of optimizer steps made before, in the run that this one continues; ``resources`` is
+    ``first_step`` is the number of steps made before, in the run that this one continues; ``resources`` is
     what the cluster has.
     """
     engines = EnginePool(lambda number: _make_engine(config, inputs, first_step, number), pool_settings(config))
@@ -66,7 +69,7 @@ async def assemble(
 
 def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
     return RayEngine(
-        engine_settings(config, inputs.model, inputs.prompts.longest_prompt, first_step, number),
+        engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number),
         engine_resources(config),
         config.engine.start_timeout,
         INNER_SHARE * config.weight_sync.timeout,
@@ -77,16 +80,20 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
     from trainer.learner_group import LearnerGroup
     from trainer.learner_setup import LearnerSpec
 
+    algorithm = replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens)
+    if inputs.reference is not None:
+        algorithm = replace(algorithm, kl=replace(algorithm.kl, model=inputs.reference.path))
     spec = LearnerSpec(
         model_path=inputs.model.path,
         dtype=inputs.model.dtype,
         device="cpu" if device_kind(config) == "cpu" else "cuda",
         temperature=config.sampling.temperature,
         seed=config.seed,
+        steps=config.steps,
         trust_remote_code=config.model.trust_remote_code,
         learner=config.learner,
         optimizer=config.optimizer,
-        algorithm=replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens),
+        algorithm=algorithm,
     )
     return LearnerGroup(spec)
 
@@ -109,17 +116,17 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
     )
 
 
-def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool) -> EpisodeSource:
+def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> EpisodeSource:
     codec = TextCodec(inputs.tokenizer)
     drop_group = config.engine.on_failed == "drop_group"
     if inputs.environment is None:
         scorer = RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers)
-        return SingleTurn(engines, scorer, codec.decode, watch.trace, drop_group)
+        return SingleTurn(engines, scorer, codec.decode, watch.trace, drop_group, sampling)
     _ = codec.texts  # read now, while nothing runs that it would hold up
     return MultiTurn(
         inputs.environment,
         engines,
-        engine_settings(config, inputs.model, inputs.prompts.longest_prompt).sampling,  # the same for every engine
+        sampling,
         codec,
         watch.trace,
         timeout=config.rewarding.timeout,
@@ -127,9 +134,23 @@ def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool)
     )
 
 
+def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> Evaluations:
+    if not config.evaluation.every:
+        return Evaluations()
+    episodes = _episodes(config, inputs, watch, engines, evaluation_sampling(config, sampling))
+    return Evaluations(
+        Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward),
+        config.evaluation.every,
+        last=config.steps,
+        serving=lambda: engines.serving,
+        report=watch.evaluation,
+        reported=watch.evaluated,
+    )
+
+
 def _verification(config: Config, inputs: Inputs) -> Verification:
     """How pushes are proven. Canary sequences fit the engines' context beside the token that vLLM always samples."""
-    context = engine_settings(config, inputs.model, inputs.prompts.longest_prompt).max_model_len
+    context = engine_settings(config, inputs.model, inputs.longest_prompt).max_model_len
     known = len(inputs.tokenizer)
     sequences = canary_sequences(min(known, inputs.model.vocabulary or known), context - 1, config.seed)
     return Verification(config.weight_sync.verify, inputs.model.dtype, sequences)
@@ -145,11 +166,13 @@ def _parts(
 ) -> Parts:
     from trainer.loop import Parts
 
+    sampling = engine_settings(config, inputs.model, inputs.longest_prompt).sampling  # the same for every engine
     return Parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
-        episodes=_episodes(config, inputs, watch, engines),
+        episodes=_episodes(config, inputs, watch, engines, sampling),
+        evaluations=_evaluations(config, inputs, watch, engines, sampling),
         learner=learner,
         pusher=Pusher(
             learner,

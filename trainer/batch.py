@@ -12,7 +12,7 @@ import torch
 from generator.rollout import Group, ScoredRollout
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.filters import keep_group, overlong_penalty
-from trainer.batching import TrainRollout
+from trainer.train_rollout import TrainRollout
 
 if TYPE_CHECKING:
     from trainer.config import AlgorithmConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer step learns from. ``advantages`` holds one list a group, one number a rollout."""
+    """What one step learns from. ``advantages`` holds one list a group, one number a rollout."""
 
     groups: tuple[Group, ...]
     """The groups as they are learned from: the loss sees no token of a rollout without a reward, or filtered out."""
@@ -36,11 +36,14 @@ class Batch:
         return sum(s.rollout.sampled_tokens for s in scored if s.reward is None)
 
 
-def make_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, max_tokens: int) -> Batch:
+def make_batch(
+    groups: Sequence[Group], algorithm: AlgorithmConfig, max_tokens: int, kl_penalties: Sequence[float] | None = None
+) -> Batch:
     """Filter, compute the advantages (``algorithm.advantage``) and flatten the groups.
 
     A rollout without a reward has advantage 0 and leaves the loss entirely: it counts in no denominator. So does what
-    ``algorithm.filter`` takes out. ``max_tokens`` is the response budget of a rollout.
+    ``algorithm.filter`` takes out. ``max_tokens`` is the response budget of a rollout. ``kl_penalties``, one number a
+    rollout, are subtracted from the rewards before anything else looks at them.
     """
     filters = algorithm.filter
     everyone = [rollout for group in groups for rollout in group.rollouts]
@@ -48,6 +51,10 @@ def make_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, max_tokens: 
     rewards = torch.tensor([math.nan if r.reward is None else r.reward for r in everyone], dtype=torch.float64)
     counts: dict[str, float] = {}
     seen = ~torch.isnan(rewards)
+    if kl_penalties is not None:
+        penalties = torch.tensor(kl_penalties, dtype=torch.float64)
+        rewards = rewards - penalties
+        counts["policy/kl_penalty_mean"] = penalties[seen].mean().item() if bool(seen.any()) else 0.0
     if filters.overlong == "penalty":
         lengths = torch.tensor([r.rollout.sampled_tokens for r in everyone])
         penalty = overlong_penalty(
@@ -69,12 +76,18 @@ def make_batch(groups: Sequence[Group], algorithm: AlgorithmConfig, max_tokens: 
     groups = [replace(g, rollouts=tuple(r if next(flags) else _masked(r) for r in g.rollouts)) for g in groups]
     advantages = iter(flat)
     by_group = tuple(tuple(next(advantages) for _ in group.rollouts) for group in groups)
-    rows = tuple(
-        _row(n, rollout, advantage)
-        for n, (group, row) in enumerate(zip(groups, by_group, strict=True))
-        for rollout, advantage in zip(group.rollouts, row, strict=True)
+    return Batch(tuple(groups), by_group, train_rollouts(groups, by_group), counts)
+
+
+def train_rollouts(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None
+) -> tuple[TrainRollout, ...]:
+    """The rollouts of all groups as the learner sees them. ``advantages`` has the shape of the groups; none: all 0."""
+    return tuple(
+        _row(n, rollout, 0.0 if advantages is None else advantages[n][member])
+        for n, group in enumerate(groups)
+        for member, rollout in enumerate(group.rollouts)
     )
-    return Batch(tuple(groups), by_group, rows, counts)
 
 
 def _masked(scored: ScoredRollout) -> ScoredRollout:

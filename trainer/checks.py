@@ -47,9 +47,25 @@ def check(config: Config) -> None:
             raise ConfigError(found)
     _check_sampling(config)
     _check_resumable(config)
-    if found := combinations.problem(config.algorithm, config.sampling):
+    if found := combinations.problem(config.algorithm, config.sampling, config.learner):
         raise ConfigError(found)
     _check_parallelism(config)
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    if evaluation.temperature == 0 and evaluation.rollouts > 1:
+        raise ConfigError(
+            f"`evaluation.temperature=0` with `evaluation.rollouts={evaluation.rollouts}`: greedy decoding makes every "
+            "rollout of a prompt the same; use one, or a temperature"
+        )
+    tokens = evaluation.max_tokens or config.sampling.max_tokens
+    if config.engine.max_model_len and config.engine.max_model_len <= tokens:
+        raise ConfigError(
+            f"`engine.max_model_len={config.engine.max_model_len}` leaves no room for a prompt beside "
+            f"`evaluation.max_tokens={tokens}`"
+        )
 
 
 def _check_sampling(config: Config) -> None:
@@ -110,6 +126,24 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(
             f"`learner.ranks={config.learner.ranks}` needs at least as many rollouts in a batch; "
             f"`batch.prompts={config.batch.prompts}` x `sampling.group_size={config.sampling.group_size}` is {rollouts}"
+        )
+    minibatches = config.learner.minibatches
+    if minibatches > config.batch.prompts:
+        raise ConfigError(
+            f"`learner.minibatches={minibatches}` is more than `batch.prompts={config.batch.prompts}`: a minibatch is "
+            "made of whole prompt groups; for more updates a batch use `learner.epochs`"
+        )
+    smallest = config.batch.prompts // minibatches * config.sampling.group_size
+    if smallest < config.learner.ranks:
+        raise ConfigError(
+            f"`learner.minibatches={minibatches}` leaves {smallest} rollouts for the smallest minibatch, and "
+            f"`learner.ranks={config.learner.ranks}` needs at least as many"
+        )
+    if config.learner.offload and config.learner.zero_stage == 0:
+        raise ConfigError("`learner.offload=true` moves what ZeRO shards; use `learner.zero_stage` 1, 2 or 3 with it")
+    if config.learner.offload and config.hardware == "cpu":
+        raise ConfigError(
+            "`learner.offload=true` with `hardware=cpu` saves nothing: the learner is in CPU memory anyway"
         )
     if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
         raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")

@@ -25,13 +25,14 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     path: str | None = None  # local file; overrides the recipe's own source
+    eval_path: str | None = None  # local file of held-out rows, for evaluations
     shuffle: bool = True  # seeded order, reshuffled each epoch
     options: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, for example the difficulty
 
 
 @dataclass
 class BatchConfig:
-    prompts: int = 8  # prompt groups in a training batch; one batch is one optimizer step
+    prompts: int = 8  # prompt groups in a training batch; one batch is one step, and one policy version
 
 
 @dataclass
@@ -75,11 +76,13 @@ class KLConfig:
     coefficient: float = 0.0  # of the KL penalty towards the reference model; 0: none
     estimator: str = "k2"  # k1 (right in the reward), k2 (right in the loss), k3 (as GRPO had it)
     place: str = "loss"  # loss, or reward: where the penalty enters
+    model: str | None = None  # the reference, as `model.path` names models; null: the weights that the run starts from
 
 
 @dataclass
 class FilterConfig:
     zero_variance: bool = False  # rollouts of groups with equal rewards count in no denominator
+    refill: int = 0  # dynamic sampling: so many batches' worth of groups with equal rewards are replaced; 0: off
     overlong: str = "none"  # rollouts cut at sampling.max_tokens: none, mask (not learned from), penalty
     overlong_buffer: int = 0  # penalty: grows over this many tokens before sampling.max_tokens; 0: a fifth of them
     overlong_penalty: float = 1.0  # penalty: reward taken from a rollout that uses all of sampling.max_tokens
@@ -108,7 +111,8 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = 1e-6  # of AdamW, constant after the warm-up
+    learning_rate: float = 1e-6  # of AdamW, after the warm-up
+    schedule: str = "constant"  # of the learning rate after the warm-up: constant, or linear or cosine to 0 at `steps`
     weight_decay: float = 0.0  # of AdamW
     beta1: float = 0.9  # decay of AdamW's first moment
     beta2: float = 0.95  # decay of AdamW's second moment
@@ -119,10 +123,14 @@ class OptimizerConfig:
 
 @dataclass
 class LearnerConfig:
+    epochs: int = 1  # passes over each batch
+    minibatches: int = 1  # optimizer updates of a pass, each on an equal share of the batch's prompt groups
+    max_skipped_steps: int = 3  # the run stops at so many steps in a row with a loss or gradient that is not finite
     ranks: int = 1  # data-parallel DeepSpeed ranks
     zero_stage: int = 0  # DeepSpeed ZeRO stage, 0 to 3
+    offload: bool = False  # on GPU with zero_stage 1 to 3: master weights and optimizer in CPU memory; slower, leaner
     micro_batch_tokens: int = 4096  # token budget of a micro-batch, padding counted
-    packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, its responses side by side) or padded
+    packing: str = "shared_prompt"  # shared_prompt (a group's prompt once, no padding) or padded (any attention)
     logprob_chunk: int = 1024  # response tokens whose logits exist at the same time
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
     cpu_threads: int = 0  # 0: on CPU the cores, shared by the ranks; on GPU torch's default
@@ -198,6 +206,16 @@ class LoggerConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    every: int = 0  # versions between evaluations on held-out prompts, the first and the last included; 0: none
+    prompts: int = 64  # held-out prompts of an evaluation, always the same ones; 0: all there are
+    rollouts: int = 1  # sampled of each prompt; eval/pass@k is told for k up to this
+    temperature: float = 1.0  # of sampling in an evaluation; 0: greedy
+    max_tokens: int = 0  # tokens of a response; 0: sampling.max_tokens
+    pass_reward: float = 1.0  # a rollout with at least this reward passes
+
+
+@dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only at the end and on interrupt
     keep: int = 2  # newest checkpoints that are kept
@@ -206,6 +224,12 @@ class CheckpointConfig:
 @dataclass
 class RayConfig:
     address: str | None = None  # an existing cluster; none: a local instance bound to loopback
+
+
+@dataclass
+class WatchdogConfig:
+    warn_after: float = 300.0  # seconds without a rollout, reward, step or push coming to its end; then: a warning
+    fail_after: float = 3600.0  # seconds; then the run fails and says what it waited for. Every deadline is shorter
 
 
 @dataclass
@@ -219,7 +243,7 @@ class Config:
     task: str = MISSING  # dotted path of the task factory
     hardware: str = "auto"  # auto, cpu, gpu, cluster: set by the hardware group
     seed: int = 0  # of data order, learner and engines
-    steps: int = MISSING  # optimizer steps
+    steps: int = MISSING  # batches to learn from; each is a policy version
     run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"  # the run folder
     resume: str = "auto"  # auto, never, or the path of a checkpoint
     reward: Any = None  # dotted path, or a list of {name, function, weight}; none: the task's own
@@ -235,6 +259,8 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     rewarding: RewardConfig = field(default_factory=RewardConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     shutdown: ShutdownConfig = field(default_factory=ShutdownConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -97,7 +97,8 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._returned: deque[int] = deque()
-        self._handed_out: list[int] = []
+        self._handed_out: Counter[int] = Counter()
+        """How often each id is handed out: a prompt can be in flight twice, from two epochs."""
         self._fingerprint = self._hash_prompts()
         self._start_epoch(0)
 
@@ -116,7 +117,7 @@ class PromptStream:
     def next(self) -> Prompt:
         """The next prompt: one that was given back, if there is one, else the next of the epoch."""
         prompt = self._take()
-        self._handed_out.append(prompt.id)
+        self._handed_out[prompt.id] += 1
         return prompt
 
     def _take(self) -> Prompt:
@@ -129,7 +130,11 @@ class PromptStream:
 
     def done(self, prompt: Prompt) -> None:
         """A prompt that was handed out needs no rollouts any more: it was learned from, or cannot be."""
-        self._handed_out.remove(prompt.id)
+        if self._handed_out[prompt.id] < 1:
+            raise ValueError(f"prompt {prompt.id} is not handed out")
+        self._handed_out[prompt.id] -= 1
+        if not self._handed_out[prompt.id]:
+            del self._handed_out[prompt.id]
 
     def give_back(self, prompt: Prompt) -> None:
         """Hand a prompt back whose group was lost, so that it is not missing from its epoch. It comes first again."""
@@ -143,7 +148,7 @@ class PromptStream:
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "handed_out": list(self._handed_out),
+            "handed_out": list(self._handed_out.elements()),
             "returned": list(self._returned),
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -172,8 +177,9 @@ class PromptStream:
             raise ValueError(f"a position that does not exist among {count} prompts")
         self._start_epoch(epoch)
         self._cursor = cursor
-        self._handed_out = list(kept)
-        for prompt_id in self._handed_out:
+        kept = list(kept)
+        self._handed_out = Counter(kept)
+        for prompt_id in kept:
             if prompt_id not in again:
                 raise DataError(f"the checkpoint keeps rollouts of the prompt {prompt_id}, which it had not handed out")
             again.remove(prompt_id)

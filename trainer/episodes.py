@@ -65,7 +65,7 @@ class SingleTurn:
     """The model answers the prompt once, and reward functions score the group.
 
     ``decode`` turns response token ids into text. With ``drop_group`` a rollout that failed costs its whole group the
-    reward, without it only itself.
+    reward, without it only itself. ``sampling`` is that of the engines unless given.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class SingleTurn:
         decode: Callable[[tuple[int, ...]], str],
         trace: Trace,
         drop_group: bool = False,
+        sampling: Sampling | None = None,
     ) -> None:
         self._engines = engines
+        self._sampling = sampling
         self._rewards = rewards
         self._decode = decode
         self._trace = trace
@@ -86,7 +88,7 @@ class SingleTurn:
     async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> tuple[ScoredRollout, ...]:
         """Sample the group to its end, across any number of pushes, then score it."""
         with self._trace.span("engine", f"prompt {prompt.id}", version=version):
-            finished = await self._engines.generate(rollouts)
+            finished = await self._engines.generate(rollouts, self._sampling)
         # The pool has forgotten the group by now; there was no await in between.
         self._scoring.update((rollout.id, rollout) for rollout in finished)
         try:

@@ -1,4 +1,4 @@
-"""Where every prompt group is, from its admission to the optimizer step that learns from it.
+"""Where every prompt group is, from its admission to the step that learns from it.
 
 A group is in exactly one place: brought by a checkpoint and not begun again, being sampled and scored, scored and
 waiting, or in the batch of the step in progress. Each move is made in one go, without an ``await``, so that a look at
@@ -74,7 +74,7 @@ class Buffer:
 
 @dataclass(slots=True)
 class Groups:
-    """The groups of a run between admission and optimizer step. Its owner tells admission about every move."""
+    """The groups of a run between admission and the step on them. Its owner tells admission about every move."""
 
     buffer: Buffer = field(default_factory=Buffer)
     _waiting: deque[StartedGroup] = field(default_factory=deque)

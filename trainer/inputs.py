@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from generator.rollout import Prompt
 from generator.task import Environment, Task, TaskContext, TaskData
 from trainer.checks import ConfigError
 from trainer.config import Config
@@ -24,15 +26,26 @@ class Inputs:
     model: ResolvedModel
     tokenizer: Any
     prompts: PromptStream
+    held_out: tuple[Prompt, ...]
+    """What evaluations sample."""
     rewards: tuple[RewardPart, ...]
     environment: Environment | None = None
     """What the model acts in, instead of being scored by ``rewards``."""
+    reference: ResolvedModel | None = None
+    """What a KL penalty compares with, where that is not the model the run starts from."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that is ever sampled."""
+        return max(self.prompts.longest_prompt, *(len(prompt.token_ids) for prompt in self.held_out), 0)
 
 
 def load_inputs(config: Config) -> Inputs:
     """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process."""
     task = make_task(config)
-    data = task.load(TaskContext(config.data.path, config.data.options, hub_reachable, config.seed))
+    data = task.load(
+        TaskContext(config.data.path, config.data.options, hub_reachable, config.seed, config.data.eval_path)
+    )
     environment = find_environment(task)
     if environment is not None and config.reward is not None:
         raise ConfigError(
@@ -40,17 +53,39 @@ def load_inputs(config: Config) -> Inputs:
             "`reward` unset"
         )
     rewards = () if environment else resolve_rewards(config.reward, task.rewards())
-    model = resolve_model(
-        config.model.path,
+    model = _resolve(config, config.model.path)
+    kl = config.algorithm.kl
+    reference = _resolve(config, kl.model) if kl.coefficient > 0 and kl.model else None
+    tokenizer = load_tokenizer(model.path)
+    longest = prompt_limit(config, model)
+    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=longest)
+    rows = _held_out_rows(config, data)
+    held_out = build_prompts(rows, task.prompt, tokenizer, max_tokens=longest) if rows else []
+    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
+    return Inputs(data, model, tokenizer, stream, tuple(held_out), rewards, environment, reference)
+
+
+def _held_out_rows(config: Config, data: TaskData) -> list[Mapping[str, Any]]:
+    """The rows of an evaluation. Raises :class:`ConfigError` when evaluations are asked for and there are none."""
+    if not config.evaluation.every:
+        return []
+    if not len(data.eval_rows):
+        raise ConfigError(
+            f"`evaluation.every={config.evaluation.every}`: the data holds no rows out ({data.source}); set "
+            "`data.eval_path` to a file of rows that are not trained on, or `evaluation.every=0`"
+        )
+    count = min(len(data.eval_rows), config.evaluation.prompts or len(data.eval_rows))
+    return [data.eval_rows[index] for index in range(count)]
+
+
+def _resolve(config: Config, path: str) -> ResolvedModel:
+    return resolve_model(
+        path,
         hub_id=config.model.hub_id,
         cache_dir=config.model.cache_dir,
         device_kind=device_kind(config),
         dtype=config.model.dtype,
     )
-    tokenizer = load_tokenizer(model.path)
-    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
-    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
-    return Inputs(data, model, tokenizer, stream, rewards, environment)
 
 
 def make_task(config: Config) -> Task:

@@ -1,4 +1,4 @@
-"""One rank of the learner: a DeepSpeed engine that turns a batch of rollouts into one optimizer step.
+"""One rank of the learner: a DeepSpeed engine that turns a batch of rollouts into one step of one or more updates.
 
 A plain class. Each rank lives in a process of its own (:mod:`trainer.learner_group` puts it in a Ray actor), and every
 method is a collective: all ranks call it with the same arguments. DeepSpeed and transformers are imported when a
@@ -7,10 +7,9 @@ learner is made, not when this module is.
 
 from __future__ import annotations
 
-import math
-import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.algorithm.diagnostics import DiagnosticSums, diagnostic_metrics, zero_sums
-from trainer.algorithm.loss import learns_without_advantage, policy_loss
-from trainer.algorithm.tokens import token_batch
-from trainer.batching import BatchPlan, MicroBatch, Packing, Row, TrainRollout, build_micro_batch, plan_micro_batches
+from trainer.algorithm.loss import learns_without_advantage
+from trainer.batching import BatchPlan, plan_micro_batches
+from trainer.config import AlgorithmConfig
+from trainer.interrupt import Interrupt
 from trainer.learner_setup import (
     LearnerSpec,
     adamw,
     deepspeed_config,
     join_process_group,
-    learning_rate_at,
     load_model,
     prepare_process,
+    register_head,
     save_tokenizer,
 )
+from trainer.logprob_pass import batch_logprobs, kl_penalties
 from trainer.policy import PolicyModel
+from trainer.reference_model import load_reference
+from trainer.schedule import learning_rate_at
+from trainer.step_metrics import StepResult, step_result
+from trainer.train_rollout import (
+    TrainRollout,
+    split_minibatches,
+    split_tokens,
+    with_proximal,
+    with_reference,
+    with_second_moment_mask,
+)
+from trainer.update import Update, Updater
 
 _CHECKPOINT_TAG = "learner"
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or a gradient is NaN or infinite. No optimizer step was taken; the weights are as before."""
 
 
 class Learner:
@@ -49,94 +57,75 @@ class Learner:
 
     def __init__(self, spec: LearnerSpec, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         self.spec, self.rank, self.world_size = spec, rank, world_size
-        self._interrupted = threading.Event()
         prepare_process(spec, rank, world_size, master_addr, master_port)
         import deepspeed
 
         self._owns_process_group = not dist.is_initialized()
         join_process_group(spec, rank, world_size)
         self._device = torch.device(spec.device, 0) if spec.device == "cuda" else torch.device("cpu")
+        self._interrupt = Interrupt(world_size, self._device)
+        self._algorithm = _algorithm(spec)
+        self._steps_done = 0
         wants_entropy_gradient = spec.algorithm.entropy_bonus != 0
-        policy = PolicyModel(load_model(spec), spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
+        model = load_model(spec, spec.model_path)
+        policy = PolicyModel(model, spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
         # About six times the hidden size: dense layers cost 24 H^2 a token and layer, attention 4 H per key.
         self._attention_tokens = 6.0 * policy.model.config.get_text_config().hidden_size
         if spec.learner.zero_stage == 3:
-            # The policy reads the head's weight outside of the head's own forward.
-            for parameter in policy.model.get_output_embeddings().parameters():
-                deepspeed.zero.register_external_parameter(policy, parameter)
-        if world_size == 1:
-            self._watch_layers(policy)
+            register_head(policy)
+        self._interrupt.watch_layers(policy)
         self._engine, *_ = deepspeed.initialize(
             model=policy, optimizer=lambda parameters: adamw(parameters, spec), config=deepspeed_config(spec)
+        )
+        wants_reference = spec.algorithm.kl.coefficient > 0
+        self._reference: Any = load_reference(spec, vocabulary, self._device) if wants_reference else None
+        if self._reference is not None:
+            self._interrupt.watch_layers(self._reference)
+        self._updater = Updater(
+            self._engine, self._algorithm, spec.optimizer, rank, world_size, self._device, self._interrupt
         )
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps made, those before a checkpoint was loaded included; DeepSpeed counts refused ones too."""
-        return int(self._engine.global_steps - self._engine.skipped_steps)
+        """Batches learned from, those before a checkpoint was loaded included, and those with a skipped update."""
+        return self._steps_done
 
     def interrupt(self) -> None:
-        """Have a running :meth:`train` give up. Called on every rank, from any thread.
-
-        A single rank does so before its next layer, forward or backward; several, which must stay together, before
-        their next micro-batch.
-        """
-        self._interrupted.set()
-
-    def _watch_layers(self, policy: torch.nn.Module) -> None:
-        """Look for an interrupt before each layer: on a slow machine a micro-batch takes longer than one may wait."""
-
-        def look(*_: Any) -> None:
-            if self._interrupted.is_set():
-                raise self._given_up()
-
-        for module in policy.modules():
-            if isinstance(module, torch.nn.ModuleList):
-                for layer in module:
-                    layer.register_forward_pre_hook(look)
-                    layer.register_full_backward_pre_hook(look)
-
-    def _given_up(self) -> InterruptedError:
-        return InterruptedError(f"optimizer step {self.steps_done + 1} was given up; no step was taken")
+        """Have a running :meth:`train` give up. Called on every rank, from any thread. See :class:`Interrupt`."""
+        self._interrupt.set()
 
     @property
     def engine(self) -> Any:
         """The DeepSpeed engine; its module keeps the language model in attribute ``model``."""
         return self._engine
 
-    def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
-        """One optimizer step on a batch; the metrics of the whole batch, the same on every rank.
+    def train(self, rollouts: Sequence[TrainRollout], version: int) -> StepResult:
+        """One step: ``learner.epochs`` times ``learner.minibatches`` updates on a batch; its metrics, on every rank.
 
         ``version`` is the learner's policy version before the step. Rollouts whose loss contribution is exactly zero
         are not fed: they count in the denominators and in ``tokens/trained``, but not in ``mismatch/*`` and
-        ``policy/entropy``. Raises :class:`NonFiniteError`, on every rank, instead of stepping on a loss or gradient
-        that is not finite.
+        ``policy/entropy``. An update whose loss or gradient is not finite is skipped, on every rank, and named in the
+        result; the others are made. When interrupted, raises ``InterruptedError``: before the first update the
+        weights are as before and the step does not count, after it they are those of the updates made, and it does.
         """
         started = time.perf_counter()
-        packing: Any = self.spec.learner.packing  # one of the words, checked with the configuration
-        plan = self._plan(rollouts, self.world_size, packing)
-        learning_rate = learning_rate_at(self.steps_done, self.spec.optimizer)
+        learning_rate = learning_rate_at(self._steps_done, self.spec.steps, self.spec.optimizer)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        totals, suspects = self._accumulate_gradients(plan, version)
-        accumulated = time.perf_counter()
-        gradient_norm = self._step()
-        if not math.isfinite(gradient_norm):
-            raise NonFiniteError(self._explain(totals, gradient_norm, suspects))
-        finished = time.perf_counter()
-        return diagnostic_metrics(totals) | {
-            "policy/grad_norm": gradient_norm,
-            "policy/learning_rate": learning_rate,
-            "tokens/trained": plan.denominators.tokens,
-            "tokens/fed": plan.fed_tokens,
-            "tokens/padding_fraction": 1.0 - plan.fed_tokens / max(plan.padded_tokens, 1),
-            "rollouts/without_signal": plan.skipped_rollouts,
-            "timing/forward_backward_seconds": accumulated - started,
-            "timing/optimizer_seconds": finished - accumulated,
-            "throughput/learner_tokens_per_second": plan.denominators.tokens / (finished - started),
-        }
+        updates: list[Update] = []
+        settings = self.spec.learner
+        seed = f"{self.spec.seed}/{self._steps_done}"
+        try:
+            seen = self._before_updates(rollouts)
+            prepared = time.perf_counter()
+            for part in split_minibatches(seen, settings.epochs, settings.minibatches, seed):
+                updates.append(self._updater.update(self._plan(part), version))
+        except InterruptedError:
+            raise self._given_up(updates) from None
+        self._steps_done += 1
+        return step_result(rollouts, seen, updates, settings.epochs, learning_rate, started, prepared)
 
-    @torch.no_grad()
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """For each token sequence, the log-probability of every token but the first; the same on every rank."""
         rollouts = [
@@ -152,21 +141,24 @@ class Learner:
             )
             for number, tokens in enumerate(sequences)
         ]
-        answers: list[list[float]] = [[] for _ in sequences]
-        self._engine.eval()
-        # Every rank computes everything: a handful of sequences is not worth a gather, and ZeRO-3 needs all ranks.
-        for rows in self._plan(rollouts, 1, "padded").micro_batches[0]:
-            micro = build_micro_batch(rows, 0, "padded").to(self._device)
-            logprobs, _ = self._forward(micro, temperature)
-            lengths = [len(row.rollouts[0].response_token_ids) for row in rows]
-            for row, values in zip(rows, logprobs.split(lengths), strict=True) if rows else ():
-                answers[row.rollouts[0].group] = values.tolist()
-        self._engine.train()
-        return answers
+        values = self._current_logprobs(rollouts, temperature=temperature)
+        return [part.tolist() for part in split_tokens(values, rollouts)]
+
+    def kl_penalties(self, rollouts: Sequence[TrainRollout]) -> list[float]:
+        """What ``algorithm.kl`` subtracts from the reward of each rollout, before the first update on them.
+
+        Advantages are not looked at: they are computed afterwards. Raises ``RuntimeError`` without a reference.
+        """
+        if self._reference is None:
+            raise RuntimeError("algorithm.kl.coefficient is 0: the learner has no reference model")
+        current = self._current_logprobs(rollouts, feed_all=True)
+        reference = self._logprobs_under(self._reference, rollouts, feed_all=True)
+        return kl_penalties(rollouts, current, reference, self._algorithm.kl)
 
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer state and step count into ``folder``, from which :meth:`load` continues exactly."""
-        self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG, save_latest=False)
+        state = {"steps_done": self._steps_done}
+        self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG, client_state=state, save_latest=False)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by :meth:`save` with the same number of ranks and ZeRO stage.
@@ -175,9 +167,12 @@ class Learner:
         """
         if not (Path(folder) / _CHECKPOINT_TAG).is_dir():
             raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {_CHECKPOINT_TAG!r} in it)")
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+        loaded, state = self._engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
         if loaded is None:
             raise FileNotFoundError(f"the learner checkpoint in {folder} is incomplete; DeepSpeed could not read it")
+        # Checkpoints from before a step could be several updates do not hold the number.
+        updates = self._engine.global_steps - self._engine.skipped_steps
+        self._steps_done = int(state.get("steps_done", updates))
 
     def export(self, folder: str | Path) -> None:
         """Write a folder that transformers and vLLM load directly: configuration, safetensors weights, tokenizer."""
@@ -202,94 +197,65 @@ class Learner:
         if engine is None:
             return
         engine.destroy()
+        if hasattr(self._reference, "destroy"):
+            self._reference.destroy()
         if self._owns_process_group:
             dist.destroy_process_group()
 
-    def _plan(self, rollouts: Sequence[TrainRollout], ranks: int, packing: Packing) -> BatchPlan:
+    def _plan(self, rollouts: Sequence[TrainRollout], feed_all: bool = False) -> BatchPlan:
+        packing: Any = self.spec.learner.packing  # one of the words, checked with the configuration
         return plan_micro_batches(
             rollouts,
             self.spec.learner.micro_batch_tokens,
-            ranks,
+            self.world_size,
             packing,
             self._attention_tokens,
-            feed_all=learns_without_advantage(self.spec.algorithm),
+            feed_all=feed_all or learns_without_advantage(self._algorithm),
         )
 
-    def _forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        return self._engine(
-            micro.input_ids,
-            micro.position_ids,
-            micro.attention_mask,
-            micro.predictor_index,
-            micro.targets,
-            temperature,
-        )
+    def _before_updates(self, rollouts: Sequence[TrainRollout]) -> Sequence[TrainRollout]:
+        """The rollouts with what the loss needs of the policy before the first update, and of the reference."""
+        limit = self._algorithm.correction.second_moment
+        if limit is not None or self._algorithm.proximal == "recomputed":
+            before = self._current_logprobs(rollouts)
+            if limit is not None:
+                rollouts = with_second_moment_mask(rollouts, before, limit)
+            if self._algorithm.proximal == "recomputed":
+                rollouts = with_proximal(rollouts, before)
+        if self._reference is not None and self._algorithm.kl.place == "loss":
+            rollouts = with_reference(rollouts, self._logprobs_under(self._reference, rollouts))
+        return rollouts
 
-    def _accumulate_gradients(
-        self, plan: BatchPlan, version: int
-    ) -> tuple[DiagnosticSums, list[tuple[tuple[Row, ...], Tensor]]]:
-        """Forward and backward over this rank's micro-batches: batch-level sums, and where log-probabilities broke."""
-        totals = zero_sums(self._device)
-        suspects: list[tuple[tuple[Row, ...], Tensor]] = []
-        mine = plan.micro_batches[self.rank]
-        for number, rows in enumerate(mine):
-            if self._is_interrupted():
-                self._engine.zero_grad()
-                raise self._given_up()
-            micro = build_micro_batch(rows, version, plan.packing).to(self._device)
-            self._engine.set_gradient_accumulation_boundary(number == len(mine) - 1)
-            logprobs, entropy = self._forward(micro)
-            loss, sums = policy_loss(token_batch(micro, logprobs, entropy), self.spec.algorithm, plan.denominators)
-            # An infinite loss may have a finite gradient. NaN in every gradient makes all ranks refuse the step, and
-            # they all stay in step with the collectives of backward until then.
-            poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-            # DeepSpeed averages gradients over ranks, but the shares of a loss with global denominators add up.
-            self._engine.backward(loss * poison * self.world_size, scale_wrt_gas=False)
-            suspects.append((rows, micro.sequence[micro.loss_mask & ~torch.isfinite(logprobs.detach())]))
-            totals = totals + sums
-        dist.all_reduce(totals.sums, op=dist.ReduceOp.SUM)
-        dist.all_reduce(totals.maximum, op=dist.ReduceOp.MAX)
-        return totals, suspects
+    def _current_logprobs(
+        self, rollouts: Sequence[TrainRollout], feed_all: bool = False, temperature: float | None = None
+    ) -> Tensor:
+        """Of the policy as it is, ``[N]`` over all response tokens of the rollouts that are fed."""
+        self._engine.eval()
+        values = self._logprobs_under(self._engine, rollouts, feed_all, temperature)
+        self._engine.train()
+        return values
 
-    def _is_interrupted(self) -> bool:
-        """Whether any rank was interrupted; all ranks agree, so that none is left alone in a collective."""
-        flag = self._interrupted.is_set()
-        if self.world_size == 1:
-            return flag
-        any_rank = torch.tensor(float(flag), device=self._device)
-        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX)
-        return bool(any_rank)
+    def _logprobs_under(
+        self, model: Any, rollouts: Sequence[TrainRollout], feed_all: bool = False, temperature: float | None = None
+    ) -> Tensor:
+        plan = self._plan(rollouts, feed_all)
+        look = self._interrupt.look
+        return batch_logprobs(model, plan, rollouts, self.rank, self._device, look, temperature)
 
-    def _step(self) -> float:
-        """Clip and step; the gradient norm before clipping. A norm that is not finite means that no step was taken."""
-        if not self._engine.zero_optimization():
-            # Without ZeRO, DeepSpeed neither reports the norm nor refuses a gradient that is not finite.
-            limit = self.spec.optimizer.max_grad_norm or math.inf
-            norm = float(torch.nn.utils.clip_grad_norm_(self._engine.module.parameters(), limit))
-            if not math.isfinite(norm):
-                self._engine.zero_grad()
-                return norm
-            self._engine.step()
-            return norm
-        self._engine.step()
-        return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+    def _given_up(self, updates: Sequence[Update]) -> InterruptedError:
+        """What an interrupted step ends with. Once the weights changed it counts: no batch is learned from twice."""
+        self._engine.zero_grad()
+        made = sum(not update.skipped for update in updates)
+        if made == 0:
+            return InterruptedError(f"optimizer step {self._steps_done + 1} was given up; no step was taken")
+        self._steps_done += 1
+        return InterruptedError(f"optimizer step {self._steps_done} was cut short after {made} update(s), and counts")
 
-    def _explain(
-        self, totals: DiagnosticSums, gradient_norm: float, suspects: list[tuple[tuple[Row, ...], Tensor]]
-    ) -> str:
-        """The message of a :class:`NonFiniteError`; a collective, since any rank may hold the cause."""
-        mine = []
-        for rows, sequences in suspects:
-            rollouts = [rollout for row in rows for rollout in row.rollouts]
-            mine += [rollouts[number].id for number in sequences.unique().tolist()]
-        everyone: list[list[str]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(everyone, mine)
-        broken = [id for ids in everyone for id in ids]
-        what = f"policy/loss is {totals.loss}"
-        if math.isfinite(totals.loss):
-            what = f"policy/grad_norm is {gradient_norm}"
-        where = f"; log-probabilities are not finite in rollouts {', '.join(broken[:8])}" if broken else ""
-        return (
-            f"{what} at optimizer step {self.steps_done}{where}. No step was taken. "
-            "Look at optimizer.learning_rate, algorithm.correction.weight_high and the rollouts of this batch"
-        )
+
+def _algorithm(spec: LearnerSpec) -> AlgorithmConfig:
+    """The algorithm as the updates follow it. The policy before the only update of a batch is the current one, whose
+    log-probabilities cost no pass of their own."""
+    only_one = spec.learner.epochs * spec.learner.minibatches == 1
+    if only_one and spec.algorithm.proximal == "recomputed":
+        return replace(spec.algorithm, proximal="current")
+    return spec.algorithm

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from trainer.batching import TrainRollout
 from trainer.learner import Learner
+from trainer.learner_error import LearnerError
 from trainer.learner_setup import LearnerSpec
+from trainer.step_metrics import StepResult
+from trainer.train_rollout import TrainRollout
 
 if TYPE_CHECKING:
     from weight_sync.manifest import Manifest
@@ -26,10 +28,6 @@ _SIBLING_GRACE = 1.0
 """Seconds that other ranks get to report their own error after the first: the first is often only its echo."""
 _CLOSE_TIMEOUT = 5.0
 """Seconds that ranks get to leave the process group before their actors are killed."""
-
-
-class LearnerError(RuntimeError):
-    """A learner call failed or did not return in time. The cause is the error of the first rank that reported one."""
 
 
 class LearnerActor:
@@ -52,8 +50,11 @@ class LearnerActor:
             # Takes many seconds: they pass while the engines start, not when the first push waits.
             importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
 
-    def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
+    def train(self, rollouts: Sequence[TrainRollout], version: int) -> StepResult:
         return self._learner.train(rollouts, version)
+
+    def kl_penalties(self, rollouts: Sequence[TrainRollout]) -> list[float]:
+        return self._learner.kl_penalties(rollouts)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         return self._learner.logprobs(sequences, temperature)
@@ -149,9 +150,13 @@ class LearnerGroup:
         refs = [a.start.remote(self._spec, rank, ranks, self._address, port) for rank, a in enumerate(self._actors)]
         await self._wait("start", refs)
 
-    async def train(self, rollouts: Sequence[TrainRollout], version: int) -> dict[str, float]:
-        """One optimizer step on a batch, see :meth:`trainer.learner.Learner.train`. The batch is stored once."""
+    async def train(self, rollouts: Sequence[TrainRollout], version: int) -> StepResult:
+        """One step on a batch, see :meth:`trainer.learner.Learner.train`. The batch is stored once."""
         return (await self._call("train", ray.put(tuple(rollouts)), version))[0]
+
+    async def kl_penalties(self, rollouts: Sequence[TrainRollout]) -> list[float]:
+        """What ``algorithm.kl`` subtracts from the reward of each rollout."""
+        return (await self._call("kl_penalties", ray.put(tuple(rollouts))))[0]
 
     async def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """For each token sequence, the current log-probability of every token but the first."""
@@ -217,11 +222,12 @@ class LearnerGroup:
         return (await self._call("send_weights", version, hashed))[0]
 
     async def steps_done(self) -> int:
-        """Optimizer steps made, those before a checkpoint was loaded included."""
+        """Batches learned from, those before a checkpoint was loaded included."""
         return (await self._call("steps_done"))[0]
 
     async def interrupt(self) -> None:
-        """Give up the optimizer step in progress on every rank; the weights stay those of the last finished step.
+        """Give up the step in progress on every rank, see :meth:`trainer.learner.Learner.train`; :meth:`steps_done`
+        says whether it counts.
 
         Returns at once; the interrupted ``train`` ends with an error, and later calls wait for that.
         """

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trainer import packed_attention
 from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
@@ -36,21 +37,19 @@ class LearnerSpec:
     temperature: float
     """The sampling temperature of the engines."""
     seed: int
+    steps: int
+    """Of the run: what the learning rate falls over, where ``optimizer.schedule`` lets it fall."""
     trust_remote_code: bool
     learner: LearnerConfig
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
 
 
-def learning_rate_at(step: int, config: OptimizerConfig) -> float:
-    """The learning rate of optimizer step ``step`` (from 0): linear warm-up over ``warmup_steps``, then constant."""
-    return config.learning_rate * min(1.0, (step + 1) / max(config.warmup_steps, 1))
-
-
 def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
     """The DeepSpeed configuration of a spec.
 
     In bfloat16, ZeRO stage 0 becomes 1: DeepSpeed's stage 0 accumulates gradients in bfloat16, its stage 1 in float32.
+    Raises ``ValueError`` where the optimizer is to be offloaded and no stage shards it.
     """
     bfloat16 = spec.dtype == "bfloat16"
     stage = max(spec.learner.zero_stage, 1) if bfloat16 else spec.learner.zero_stage
@@ -61,6 +60,13 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
         "gradient_clipping": spec.optimizer.max_grad_norm if stage > 0 else 0.0,
         "zero_optimization": {"stage": stage},
     }
+    if spec.learner.offload:
+        if stage == 0:
+            raise ValueError("learner.offload needs learner.zero_stage 1, 2 or 3: stage 0 has no offload")
+        pinned = spec.device == "cuda"
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+        # PyTorch's fused AdamW runs on CPU too; DeepSpeed's own has to be compiled on the machine.
+        config["zero_force_ds_cpu_optimizer"] = False
     if bfloat16:
         config |= {
             "bf16": {"enabled": True},
@@ -112,24 +118,42 @@ def join_process_group(spec: LearnerSpec, rank: int, world_size: int) -> None:
     )
 
 
-def load_model(spec: LearnerSpec) -> Any:
-    """The causal language model in the forward dtype, with all dropout off: the engine samples without it."""
+def load_model(spec: LearnerSpec, path: str) -> Any:
+    """The causal language model at ``path`` in the forward dtype, with all dropout off: the engine samples without."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     for name, value in vars(config).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
     model = AutoModelForCausalLM.from_pretrained(
-        spec.model_path,
+        path,
         config=config,
         dtype=DTYPES[spec.dtype],
-        attn_implementation="sdpa",
+        attn_implementation=attention_for(spec.learner.packing),
         trust_remote_code=spec.trust_remote_code,
     )
     if spec.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def attention_for(packing: str) -> str:
+    """The name of the attention that a model of transformers needs for a ``learner.packing``."""
+    if packing == "padded":
+        return "sdpa"
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+    return packed_attention.NAME
+
+
+def register_head(policy: Any) -> None:
+    """For ZeRO stage 3: the policy reads the head's weight outside of the head's own forward."""
+    import deepspeed
+
+    for parameter in policy.model.get_output_embeddings().parameters():
+        deepspeed.zero.register_external_parameter(policy, parameter)
 
 
 def adamw(parameters: Any, spec: LearnerSpec) -> torch.optim.AdamW:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -62,14 +63,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
         entropy = torch.empty_like(logprobs)
         kept = None
-        for start in range(0, targets.numel(), chunk):
+        for rows in _chunks(targets.numel(), chunk):
             kept = None  # freed before the next chunk's logits exist
-            rows = slice(start, start + chunk)
             log_p = _log_softmax(hidden[rows], weight, bias, temperature, dtype)
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
             probabilities = log_p.exp()
-            # A token that the model rules out entirely has p = 0 and log p = -inf; its share of the entropy is 0.
-            entropy[rows] = -torch.linalg.vecdot(probabilities, log_p.clamp(min=torch.finfo(dtype).min))
+            mean = torch.linalg.vecdot(probabilities, log_p)
+            if mean.isnan().any():
+                # A token that the model rules out entirely has p = 0 and log p = -inf; its share of the entropy is 0.
+                # Seldom so, and the copy is as large as the logits: only then.
+                mean = torch.linalg.vecdot(probabilities, log_p.clamp(min=torch.finfo(dtype).min))
+            entropy[rows] = -mean
             kept = probabilities
             del log_p, probabilities
         ctx.save_for_backward(hidden, weight, bias, targets, entropy if entropy_gradient else None)
@@ -87,8 +91,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=ctx.dtype) if needs_bias else None
-        for start in reversed(range(0, targets.numel(), ctx.chunk)):
-            rows = slice(start, start + ctx.chunk)
+        for rows in reversed(_chunks(targets.numel(), ctx.chunk)):
             probabilities, ctx.kept = ctx.kept, None
             if probabilities is None:
                 probabilities = _log_softmax(hidden[rows], weight, bias, ctx.temperature, ctx.dtype).exp_()
@@ -119,6 +122,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    """All of them full but the first, so that the last, which backward need not recompute, is as large as it may be."""
+    starts = [0, *range(tokens % chunk or chunk, tokens, chunk)]
+    return [slice(start, end) for start, end in itertools.pairwise([*starts, tokens]) if start < end]
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

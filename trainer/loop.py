@@ -2,13 +2,13 @@
 
 ``produce`` keeps the engines busy: it admits prompts as long as they will not be too old when they are learned from,
 samples a group of rollouts for each, scores it and puts it into the buffer. ``learn`` takes a batch of groups from the
-buffer, makes one optimizer step and pushes the new weights into the engines, in the middle of whatever they are
-generating. Neither waits for the other beyond the staleness bound; with ``staleness.max_versions=0`` the same code is
-ordinary on-policy training.
+buffer, makes one step on it (one optimizer update, or several) and pushes the new weights into the engines, in the
+middle of whatever they are generating. Neither waits for the other beyond the staleness bound; with
+``staleness.max_versions=0`` the same code is ordinary on-policy training.
 
-What was left out of GRPO: no KL penalty and no reference model, one optimizer step per batch. What was added: every
-token carries the version of the policy that sampled it, and the loss weighs it by how likely the current policy would
-have been to sample it (truncated importance sampling).
+What was left out of GRPO, unless ``algorithm.kl`` and ``learner.epochs`` ask for it: the KL penalty with its reference
+model, and further updates on a batch. What was added: every token carries the version of the policy that sampled it,
+and the loss weighs it by how likely the current policy would have been to sample it (truncated importance sampling).
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from typing import TYPE_CHECKING
 
 from generator.rollout import Group
 from trainer.admission import Admission, expire
-from trainer.batch import Batch, make_batch
+from trainer.algorithm.filters import keep_group
+from trainer.batch import Batch, make_batch, train_rollouts
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
+from trainer.evaluation import Evaluations
 from trainer.groups import Groups, StartedGroup
-from trainer.state import save_checkpoint
+from trainer.state import try_checkpoint
 from trainer.watch.metrics import push_record
+from trainer.watchdog import watch_for_stalls
 from weight_sync.push import Pusher
 
 if TYPE_CHECKING:
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
 
 UNSCORED_BATCHES = 3
 """So many batches of groups without any reward in a row end the run: it would never get a batch to learn from."""
+
+
+class NonFiniteError(RuntimeError):
+    """Step after step had a loss or gradient that is NaN or infinite. The weights are those of the last update made."""
 
 
 class RewardError(RuntimeError):
@@ -62,13 +69,16 @@ class Parts:
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
     groups: Groups = field(default_factory=Groups)
     """Those that are sampled, scored, or learned from in the step in progress."""
+    evaluations: Evaluations = field(default_factory=Evaluations)
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change or travel."""
     steps_done: int = 0
-    """Optimizer steps made, those before a checkpoint was continued included."""
+    """Batches learned from, those before a checkpoint was continued included. Each is a policy version."""
+    skipped_in_a_row: int = 0
+    """Steps with a skipped update since the last one without."""
     in_training: Batch | None = None
-    """The batch of the optimizer step in progress."""
+    """The batch of the step in progress."""
     unreported: Batch | None = None
     """The batch of a step that is made but not yet shown and written."""
     reporting: threading.Lock = field(default_factory=threading.Lock)
@@ -79,18 +89,22 @@ class Parts:
 
 
 async def train(parts: Parts) -> None:
-    """Run until ``config.steps`` optimizer steps are done. An error in either coroutine ends both and is raised.
+    """Run until ``config.steps`` steps are done. An error in either coroutine ends both and is raised.
 
     The weights at start are pushed first, as version 0 (or the version of the checkpoint): a path that is broken fails
     in the first minute, and an engine never samples from weights that the learner did not send.
     """
     async with parts.weights:
         await push(parts, version=parts.steps_done)
-    async with asyncio.TaskGroup() as tasks:
-        helping = [tasks.create_task(produce(parts)), tasks.create_task(equip_engines(parts))]
-        await learn(parts)
-        for task in helping:
-            task.cancel()
+    parts.evaluations.begin(parts.steps_done)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            helping = [tasks.create_task(work(parts)) for work in (produce, equip_engines, watch_for_stalls)]
+            await learn(parts)
+            for task in helping:
+                task.cancel()
+    finally:
+        await parts.evaluations.give_up()
 
 
 async def produce(parts: Parts) -> None:
@@ -143,26 +157,36 @@ def unscored(parts: Parts, group: Group) -> None:
 
 
 async def learn(parts: Parts) -> None:
-    """Batch, optimizer step, push; until ``config.steps`` are done."""
+    """Batch, step, push; until ``config.steps`` are done.
+
+    A step whose update was skipped, because its loss or gradient was not finite, has learned from its batch what there
+    was to learn: its version is published with the weights as they are, so that versions go on counting batches.
+    """
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        parts.in_training = batch = await next_batch(parts)
+        with parts.watch.trace.span("learner", "wait for rollouts"):
+            groups, replaced = await next_groups(parts)
         waited = time.monotonic() - started
+        parts.in_training = batch = await batch_of(parts, groups)
 
         version = parts.admission.version
         async with parts.weights:
             with parts.watch.trace.span("learner", f"step {parts.steps_done + 1}"):
-                metrics = await parts.learner.train(batch.rollouts, version)
+                result = await parts.learner.train(batch.rollouts, version)
             step_done(parts)
-            metrics |= {"idle/learner_seconds": waited, "timing/train_seconds": time.monotonic() - started - waited}
+            seconds = time.monotonic() - started - waited
+            timing = {"idle/learner_seconds": waited, "timing/train_seconds": seconds}
+            metrics = result.metrics | timing | {"filter/replaced_groups": float(replaced)}
             await push(parts, version + 1)
 
-        await asyncio.to_thread(report_step, parts, metrics)
+        await asyncio.to_thread(report_step, parts, metrics, result.skipped)
+        refuse_to_go_on_without_learning(parts, result.skipped)
         await maybe_checkpoint(parts)
+    await parts.evaluations.ended()
 
 
 def step_done(parts: Parts) -> None:
-    """The learner has made the optimizer step on ``in_training``: its prompts are dealt with."""
+    """The learner has made the step on ``in_training``: its prompts are dealt with."""
     assert parts.in_training is not None
     batch, parts.in_training = parts.in_training, None
     parts.unreported = batch
@@ -172,8 +196,11 @@ def step_done(parts: Parts) -> None:
         parts.prompts.done(group.prompt)
 
 
-def report_step(parts: Parts, metrics: dict[str, float]) -> None:
-    """Show and write the step just done, once: returns when that is so, whoever does it."""
+def report_step(parts: Parts, metrics: dict[str, float], skipped: str = "") -> None:
+    """Show and write the step just done, once: returns when that is so, whoever does it.
+
+    ``skipped`` says why an update was skipped, if one was: its batch is then kept for people to look at.
+    """
     with parts.reporting:
         batch, parts.unreported = parts.unreported, None
         if batch is None:
@@ -181,8 +208,21 @@ def report_step(parts: Parts, metrics: dict[str, float]) -> None:
         parts.watch.count("tokens/lost", batch.unscored_tokens)
         counts = parts.episodes.take_counts()
         done = parts.steps_done
+        if skipped:
+            parts.watch.skipped(done, skipped, batch.groups, batch.advantages)
         metrics = metrics | batch.filtered | counts | engine_counts(parts)
         parts.watch.step(done, metrics, batch.groups, batch.advantages, version=done - 1)
+
+
+def refuse_to_go_on_without_learning(parts: Parts, skipped: str) -> None:
+    """Raise :class:`NonFiniteError` when ``learner.max_skipped_steps`` steps in a row had an update skipped."""
+    parts.skipped_in_a_row = parts.skipped_in_a_row + 1 if skipped else 0
+    limit = parts.config.learner.max_skipped_steps
+    if parts.skipped_in_a_row >= limit:
+        raise NonFiniteError(
+            f"{limit} steps in a row (learner.max_skipped_steps) had an update whose loss or gradient is not finite, "
+            f"lastly step {parts.steps_done}: {skipped}. The batches are in the run folder, rollouts/skipped_step_*"
+        )
 
 
 def engine_counts(parts: Parts) -> dict[str, float]:
@@ -194,31 +234,61 @@ def engine_counts(parts: Parts) -> dict[str, float]:
     return {**dict.fromkeys(now, 0.0), **since, "engines/serving": float(parts.engines.serving)}
 
 
-async def next_batch(parts: Parts) -> Batch:
-    """Take groups, oldest first, until the batch is full. Tokens past the staleness bound leave the loss here."""
+async def next_groups(parts: Parts) -> tuple[list[Group], int]:
+    """Take groups, oldest first, until a batch is full. Tokens past the staleness bound leave the loss here.
+
+    With dynamic sampling (``algorithm.filter.refill``) a group whose rewards are all equal is passed over, and another
+    one sampled; how often that happened is returned too.
+    """
     config = parts.config
+    may_replace = config.algorithm.filter.refill * config.batch.prompts
     groups: list[Group] = []
+    replaced = 0
     while len(groups) < config.batch.prompts:
         group = await parts.groups.take()
         kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
         if kept.group is None:
-            parts.watch.count("tokens/expired", kept.tokens)
-            parts.groups.expired(group)
-            parts.admission.filtered()
+            passed_over(parts, group, kept.tokens)
             parts.prompts.give_back(group.prompt)
-            parts.place_freed.set()
-            continue
-        groups.append(kept.group)
+        elif replaced < may_replace and not keep_group([scored.reward for scored in group.rollouts]):
+            passed_over(parts, group, sum(scored.rollout.sampled_tokens for scored in group.rollouts))
+            parts.prompts.done(group.prompt)
+            replaced += 1
+        else:
+            groups.append(kept.group)
     parts.admission.learned(len(groups))
-    return make_batch(groups, config.algorithm, config.sampling.max_tokens)
+    return groups, replaced
+
+
+def passed_over(parts: Parts, group: Group, tokens: int) -> None:
+    """A group just taken from the buffer will not be learned from: its place is free, ``tokens`` are accounted for."""
+    parts.watch.count("tokens/expired", tokens)
+    parts.groups.expired(group)
+    parts.admission.filtered()
+    parts.place_freed.set()
+
+
+async def batch_of(parts: Parts, groups: list[Group]) -> Batch:
+    """Advantages, from rewards less what leaving the reference model costs where the KL penalty enters the reward."""
+    algorithm, penalties = parts.config.algorithm, None
+    if algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward":
+        penalties = await parts.learner.kl_penalties(train_rollouts(groups))
+    return make_batch(groups, algorithm, parts.config.sampling.max_tokens, penalties)
 
 
 async def push(parts: Parts, version: int) -> None:
-    """Move the learner's weights into every engine and publish them as ``version``."""
+    """Move the learner's weights into every engine and publish them as ``version``.
+
+    A new version waits for the evaluation of the one before, if there is one, and begins its own if it is due.
+    """
+    new = version != parts.admission.version
+    if new:
+        await parts.evaluations.ended()
     started = time.time()
     report = await parts.pusher.push(version)
-    if version != parts.admission.version:
+    if new:
         parts.admission.published(version)
+        parts.evaluations.begin(version)
     parts.place_freed.set()
     parts.watch.push(push_record(report, started, parts.engines.interrupted))
 
@@ -233,7 +303,8 @@ async def equip_engines(parts: Parts) -> None:
 
 
 async def maybe_checkpoint(parts: Parts) -> None:
-    """Write a checkpoint where ``checkpoint.every`` asks for one."""
+    """Write a checkpoint where ``checkpoint.every`` asks for one. If it cannot be written the run goes on without."""
     every = parts.config.checkpoint.every
     if every and parts.steps_done % every == 0 and parts.steps_done < parts.config.steps:
-        await save_checkpoint(parts)
+        with parts.watch.trace.span("learner", f"checkpoint {parts.steps_done}"):
+            await try_checkpoint(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from generator.actor import Resources
 from generator.launch import EngineSettings
@@ -51,11 +52,20 @@ def prompt_limit(config: Config, model: ResolvedModel) -> int:
         raise ConfigError(
             f"`engine.max_model_len={context}` is more than the model's context of {model.max_position_embeddings}"
         )
-    if config.sampling.max_tokens >= context:
-        raise ConfigError(
-            f"`sampling.max_tokens={config.sampling.max_tokens}` leaves no room for a prompt in a context of {context}"
-        )
-    return context - config.sampling.max_tokens
+    key, tokens = longest_response(config)
+    if tokens >= context:
+        raise ConfigError(f"`{key}={tokens}` leaves no room for a prompt in a context of {context}")
+    return context - tokens
+
+
+def longest_response(config: Config) -> tuple[str, int]:
+    """The largest response budget, in tokens, and the key that sets it."""
+    evaluation = config.evaluation.max_tokens if config.evaluation.every else 0
+    return max(("sampling.max_tokens", config.sampling.max_tokens), ("evaluation.max_tokens", evaluation), key=_tokens)
+
+
+def _tokens(budget: tuple[str, int]) -> int:
+    return budget[1]
 
 
 def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> Sampling:
@@ -83,6 +93,14 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> S
     )
 
 
+def evaluation_sampling(config: Config, sampling: Sampling) -> Sampling:
+    """How the rollouts of an evaluation are sampled, where those of training are by ``sampling``."""
+    evaluation = config.evaluation
+    tokens = evaluation.max_tokens or sampling.max_tokens
+    minimum = min(sampling.min_tokens, tokens)
+    return replace(sampling, temperature=evaluation.temperature, max_tokens=tokens, min_tokens=minimum)
+
+
 def engine_settings(
     config: Config, model: ResolvedModel, longest_prompt: int, first_step: int = 0, number: int = 0
 ) -> EngineSettings:
@@ -92,7 +110,7 @@ def engine_settings(
     engine draws from a stream of its own, which is another one after a restart.
     """
     engine = config.engine
-    max_model_len = engine.max_model_len or longest_prompt + config.sampling.max_tokens
+    max_model_len = engine.max_model_len or longest_prompt + longest_response(config)[1]
     on_cpu = device_kind(config) == "cpu"
     return EngineSettings(
         name=f"engine {number}",

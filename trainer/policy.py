@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.logprobs import chunked_logprobs
+from trainer.packed_attention import Segments
 
 
 class PolicyModel(torch.nn.Module):
@@ -36,20 +37,23 @@ class PolicyModel(torch.nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         predictor_index: Tensor,
         targets: Tensor,
         temperature: float | None = None,
+        segments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each target, both ``[T]`` float32.
 
-        ``input_ids`` and ``position_ids`` are ``[B, L]`` int64; ``attention_mask`` is bool, ``[B, L]`` or, passed
-        through to the attention as it is, ``[B, 1, L, L]``. ``predictor_index`` ``[T]`` int64 points into the flattened
-        ``B * L`` hidden states. ``temperature`` overrides the policy's own. The entropy carries a
-        gradient where the policy was made with ``entropy_gradient``.
+        ``input_ids`` and ``position_ids`` are ``[B, L]`` int64, ``attention_mask`` is ``[B, L]`` bool or none.
+        ``predictor_index`` ``[T]`` int64 points into the flattened ``B * L`` hidden states. ``temperature`` overrides
+        the policy's own. ``segments`` ``[S, 2]`` int64 says what attends to what in a packed row, for a model whose
+        attention is :func:`trainer.packed_attention.packed_attention`. The entropy carries a gradient where the policy
+        was made with ``entropy_gradient``.
         """
+        packed = {} if segments is None else {"segments": Segments(segments)}
         output = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False, **packed
         )
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, predictor_index)
         head = self.model.get_output_embeddings()

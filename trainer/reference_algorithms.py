@@ -11,14 +11,13 @@ from omegaconf import OmegaConf
 from trainer.algorithm.advantages import ADVANTAGES
 from trainer.algorithm.aggregation import AGGREGATIONS
 from trainer.algorithm.choices import Choice
-from trainer.algorithm.combinations import problem
 from trainer.algorithm.objectives import OBJECTIVES
 from trainer.algorithm.proximal import PROXIMAL_POLICIES
 from trainer.algorithm.ratios import LEVELS
 from trainer.algorithm.regularisers import KL_ESTIMATORS
 from trainer.allowed import EXTENSIBLE
 from trainer.checks import get
-from trainer.config import AlgorithmConfig, Config, SamplingConfig
+from trainer.config import Config
 
 INTRODUCTION = """\
 # Algorithms
@@ -38,16 +37,11 @@ the gradient. Log-ratios are clamped to +-20 before they are exponentiated. What
 rollouts without a reward, `algorithm.filter`, M2PO) leaves the denominators; a token that correction or objective leave
 out during the update counts in them, as in the papers' formulas.
 
-There is one update a batch. With `algorithm.proximal=current` the ratio `r` is therefore 1: the bounds of `ppo_clip`
-never act, `policy/clip_fraction_*` stay 0, and the correction does the whole work. Bounds act with
-`algorithm.proximal=behaviour algorithm.correction.weight=none`, or with `algorithm.proximal=log_linear`.
+With one update a batch, as by default, and `algorithm.proximal=current` the ratio `r` is 1: the bounds of `ppo_clip`
+never act, `policy/clip_fraction_*` stay 0, and the correction does the whole work. Bounds act with several updates
+(`learner.epochs`, `learner.minibatches`) and `algorithm.proximal=recomputed`, with `algorithm.proximal=behaviour
+algorithm.correction.weight=none`, or with `algorithm.proximal=log_linear`.
 """
-
-
-def _not_built_yet(settings: Any) -> str:
-    """A remark where the learner refuses the settings of an algorithm as not built yet."""
-    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), settings))
-    return " *Not built yet.*" if "not built yet" in (problem(config, SamplingConfig()) or "") else ""
 
 
 PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
@@ -60,13 +54,13 @@ PARTS: tuple[tuple[str, str, str, Mapping[str, Choice]], ...] = (
      "weight_high]`; `correction.mask` leaves out tokens whose ratio lies outside `[mask_low, mask_high]`. Truncated "
      "importance sampling is weight `token`; IcePop (arXiv:2510.18855) adds mask `token` with two bounds, masked "
      "importance sampling with `mask_high` alone. `correction.second_moment` is the mask of M2PO (arXiv:2510.01161), "
-     "over the whole batch." + _not_built_yet({"correction": {"second_moment": 0.04}}), LEVELS),
+     "over the whole batch.", LEVELS),
     ("Aggregations", "aggregation", "From token losses to one number, with the denominators of the whole batch.",
      AGGREGATIONS),
     ("KL estimators", "kl.estimator",
      "Of KL(current, reference), with `x = log pi - log pi_reference`. Which one is right depends on where it enters: "
-     "`algorithm.kl.place=reward` asks for k1, `algorithm.kl.place=loss` for k2 (arXiv:2510.01555)."
-     + _not_built_yet({"kl": {"coefficient": 0.1}}), KL_ESTIMATORS),
+     "`algorithm.kl.place=reward` asks for k1, `algorithm.kl.place=loss` for k2 (arXiv:2510.01555).",
+     KL_ESTIMATORS),
 )  # fmt: skip
 
 
@@ -82,8 +76,7 @@ def algorithms_page() -> str:
 def _table(key: str, choices: Mapping[str, Choice]) -> list[str]:
     rows = []
     for name, choice in choices.items():
-        built = _not_built_yet(OmegaConf.from_dotlist([f"{key}={name}"]))
-        cells = (f"`{name}`", f"`{_cell(choice.formula)}`", choice.source, _defaults(choice), choice.off_policy + built)
+        cells = (f"`{name}`", f"`{_cell(choice.formula)}`", choice.source, _defaults(choice), choice.off_policy)
         rows.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
     return ["| name | formula | source | keys and defaults | off-policy |", "|---|---|---|---|---|", *rows]
 
@@ -108,7 +101,6 @@ def _presets() -> list[str]:
         keys = ", ".join(
             f"`{key}` {_shown(value)}" for key, value in _leaves(OmegaConf.to_container(OmegaConf.create(text)))
         )
-        about += _not_built_yet(OmegaConf.create(text))
         rows.append(f"| `{path.name.removesuffix('.yaml')}` | {about} | {keys} |")
     return rows
 

@@ -32,6 +32,7 @@ from trainer.state import (
     find_checkpoint,
     is_done,
     load_state,
+    resume_step,
     rollouts_now,
     save_checkpoint,
 )
@@ -59,7 +60,7 @@ def run(config: Config, ray_session: RaySession) -> int:
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
             )
             return EXIT_DONE
-        watch = Watch(config, resume_step=state.step if state else None)
+        watch = Watch(config, resume_step=resume_step(config, state))
     except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
@@ -143,7 +144,7 @@ async def train_and_save(parts: Parts) -> None:
 
 
 async def save_on_interrupt(parts: Parts, training: asyncio.Task[None]) -> None:
-    """A checkpoint after the optimizer steps made so far; the step in progress is given up, rollouts are kept.
+    """A checkpoint after the steps made so far; the step in progress is given up, rollouts are kept.
 
     Raises ``RuntimeError`` when no checkpoint could be written: the run has then failed, not been interrupted.
     """

@@ -12,20 +12,34 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from generator.link import root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.task import DataError
-from trainer.checks import ConfigError
+from trainer.checkpoint_folder import (
+    STATE_FILE,
+    check_room,
+    checkpoint_path,
+    checkpoints,
+    move_into_place,
+    put_back_replaced,
+    torn,
+)
+from trainer.checks import ConfigError, get
 from trainer.config import Config, SamplingConfig
 from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
+from trainer.learner_error import LearnerError
 from trainer.watch.metrics import RunningTotals
 
 if TYPE_CHECKING:
@@ -34,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
 LEARNER_FOLDER = "learner"
 COLLECT_SECONDS = 10.0
 """How long a checkpoint waits for an engine to tell what it is sampling. What it does not tell is sampled again."""
@@ -47,7 +60,7 @@ class RunState:
     """What ``state.json`` holds."""
 
     step: int
-    """Optimizer steps made; also the policy version."""
+    """Batches learned from; also the policy version."""
     model: str
     """The model folder or id that the run started from."""
     prompts: dict[str, Any]
@@ -58,34 +71,59 @@ class RunState:
     """The number of the next new group. ``None``: from before checkpoints kept rollouts; there is no file of them."""
 
 
-def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    """The folder of the checkpoint after ``step`` optimizer steps."""
-    return Path(run_dir).absolute() / "checkpoints" / f"step_{step}"
-
-
-def checkpoints(run_dir: str | Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    found = {}
-    for path in (Path(run_dir).absolute() / "checkpoints").glob("step_*"):
-        match = re.fullmatch(r"step_(\d+)", path.name)
-        if match and (path / STATE_FILE).is_file():
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
-
-
 def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that ``resume`` asks for: the newest of the run folder for ``auto``, none for ``never``.
+    """The checkpoint that ``resume`` asks for: the newest whole one of the run folder for ``auto``, none for ``never``.
 
-    Raises :class:`ConfigError` when ``resume`` names a folder that is no complete checkpoint.
+    Raises :class:`ConfigError` when ``resume`` names a folder that is no complete checkpoint, and for ``auto`` when
+    there are checkpoints and none is whole: a run is not begun again over its own results.
     """
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return next(reversed(checkpoints(config.run_dir)), None)
+        put_back_replaced(config.run_dir)
+        return _newest_whole(checkpoints(config.run_dir))
     path = Path(config.resume).absolute()
     if not (path / STATE_FILE).is_file():
         raise ConfigError(f"`resume={config.resume}`: the folder is no checkpoint (it has no {STATE_FILE})")
+    if wrong := torn(path):
+        raise ConfigError(f"`resume={config.resume}`: the checkpoint is not whole: {wrong}")
     return path
+
+
+def _newest_whole(found: list[Path]) -> Path | None:
+    problems = []
+    for path in reversed(found):
+        if not (wrong := torn(path)):
+            return path
+        problems.append(f"{path}: {wrong}")
+        print(f"The checkpoint {path} is not whole and is left alone: {wrong}", file=sys.stderr)
+    if problems:
+        raise ConfigError(f"no checkpoint of the run is whole: {'; '.join(problems)}. Take another run_dir")
+    return None
+
+
+def resume_step(config: Config, state: RunState | None) -> int | None:
+    """The last step that the run has behind it: 0 for one that begins again, ``None`` for a fresh one."""
+    if state is not None:
+        return state.step
+    return 0 if begins_again(config) else None
+
+
+def begins_again(config: Config) -> bool:
+    """Whether the run folder holds the beginning of this very run, which ended before its first checkpoint was due.
+
+    ``resume=auto`` then starts at the beginning, in the place of what there is.
+    """
+    folder = Path(config.run_dir)
+    if config.resume != "auto" or not config.checkpoint.every or (folder / "export").exists():
+        return False
+    try:
+        steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").count("\n")
+        written = OmegaConf.load(folder / "config.yaml")
+    except (OSError, ValueError, YAMLError):
+        return False
+    same = all(OmegaConf.select(written, key) == get(config, key) for key in ("name", "task", "seed", "model.path"))
+    return same and steps <= config.checkpoint.every and not checkpoints(folder)
 
 
 def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple[RunState, KeptGroups]:
@@ -139,19 +177,10 @@ def is_done(config: Config, state: RunState) -> bool:
 
 
 def commit(temporary: Path, final: Path, state: RunState, kept: KeptGroups, keep: int) -> None:
-    """Complete the checkpoint in ``temporary``, move it to ``final``, and drop all but the newest ``keep``.
-
-    Checkpoints of later steps belong to a branch that this run left when it continued from an older one.
-    """
+    """Complete the checkpoint in ``temporary`` and move it to ``final``, see :func:`move_into_place`."""
     write_groups(temporary, kept)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
-    everything = checkpoints(final.parent.parent)
-    current = everything.index(final) + 1
-    for old in [*everything[: max(0, current - keep)], *everything[current:]]:
-        shutil.rmtree(old, ignore_errors=True)
+    move_into_place(temporary, final, keep)
 
 
 def continue_from(state: RunState, kept: KeptGroups, parts: Parts) -> None:
@@ -171,13 +200,31 @@ async def rollouts_now(parts: Parts, limit: float = COLLECT_SECONDS) -> dict[str
     return newest
 
 
-async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = None) -> Path:
-    """Write the checkpoint after the optimizer steps made so far and return its folder.
+async def try_checkpoint(parts: Parts) -> None:
+    """Write a checkpoint; if that fails, say so and leave the older ones and the run as they are."""
+    try:
+        await save_checkpoint(parts)
+    except (OSError, LearnerError) as error:
+        # Where a rank failed alone, the others wait for it in a collective of the save: the learner is not usable.
+        if isinstance(error, LearnerError) and parts.config.learner.ranks > 1:
+            raise
+        parts.watch.count("checkpoints/failed", 1)
+        logger.warning(
+            "the checkpoint after step %d could not be written, the run goes on without it; older ones are whole: %s",
+            parts.steps_done,
+            root_cause(error),
+        )
 
-    ``newest`` is what :func:`rollouts_now` returned while rollouts were sampled; unless given, it is asked for.
+
+async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = None) -> Path:
+    """Write the checkpoint after the steps made so far and return its folder.
+
+    ``newest`` is what :func:`rollouts_now` returned while rollouts were sampled; unless given, it is asked for. Raises
+    ``OSError`` before anything is written when the disk has no room for another checkpoint like the last.
     """
     step = parts.steps_done
     final = checkpoint_path(parts.config.run_dir, step)
+    await asyncio.to_thread(check_room, parts.config.run_dir)
     temporary = final.with_name(f".{final.name}.writing")
     await asyncio.to_thread(shutil.rmtree, temporary, True)
     await parts.learner.save(str(temporary / LEARNER_FOLDER))

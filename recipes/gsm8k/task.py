@@ -78,7 +78,10 @@ class GSM8K:
     def _load(self, context: TaskContext) -> TaskData:
         if context.data_path is not None:
             rows = read_file(Path(context.data_path).expanduser())
-            return TaskData(rows, f"{len(rows)} rows of {context.data_path}", "data.path is set")
+            held_out = read_file(Path(context.eval_path).expanduser()) if context.eval_path is not None else ()
+            return TaskData(rows, f"{len(rows)} rows of {context.data_path}", "data.path is set", held_out)
+        if context.eval_path is not None:
+            raise DataError("data.eval_path is for data of one's own; set data.path too")
         source = context.options.get("source", "auto")
         if source == "generated":
             return _generated(context, "data.options.source is generated; hub takes openai/gsm8k")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
 from trainer.episodes import SingleTurn
 from trainer.loop import Parts
-from weight_sync.push import PushReport
+from trainer.step_metrics import StepResult
+from weight_sync.push import PushReport, Step
 
 
 @dataclass
@@ -28,9 +30,10 @@ class Engines:
     joined: asyncio.Event = field(default_factory=asyncio.Event)
     counts: dict[str, int] = field(default_factory=dict)
     serving: int = 1
+    count: int = 1
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+    async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
         self.calls += 1
         if self.error_after is not None and self.calls > self.error_after:
             raise RuntimeError("the engine broke")
@@ -42,13 +45,15 @@ class Engines:
 
 @dataclass
 class Rewards:
-    """Every second rollout is right; ``broken`` scores nothing."""
+    """Every second rollout is right; ``broken`` scores nothing; of ``flat`` prompts all rollouts are right."""
 
     broken: bool = False
+    flat: Callable[[Prompt], bool] = lambda prompt: False
 
     async def score(self, prompt: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
         assert len(texts) == len(rollouts)
-        rewards = [None if self.broken else float(number % 2) for number in range(len(rollouts))]
+        flat = self.flat(prompt)
+        rewards = [None if self.broken else float(flat or number % 2) for number in range(len(rollouts))]
         return tuple(ScoredRollout(r, t, reward, {}) for r, t, reward in zip(rollouts, texts, rewards, strict=True))
 
     def take_counts(self) -> dict[str, int]:
@@ -61,21 +66,29 @@ class Learner:
 
     bound: int
     batches: list[Any] = field(default_factory=list)
+    skips: frozenset[int] = frozenset()
+    """Versions at which an update is skipped."""
 
-    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
+    async def kl_penalties(self, rollouts: Any) -> list[float]:
+        """As if only every second rollout had left the reference."""
+        await asyncio.sleep(0)
+        return [0.5 * (number % 2) for number, _ in enumerate(rollouts)]
+
+    async def train(self, rollouts: Any, version: int) -> StepResult:
         for rollout in rollouts:
             for token_version, seen in zip(rollout.versions, rollout.loss_mask, strict=True):
                 assert not seen or version - token_version <= self.bound
         self.batches.append(rollouts)
         for _ in range(5):
             await asyncio.sleep(0)
-        return {"policy/loss": 0.0}
+        return StepResult({"policy/loss": 0.0}, "the loss is nan" if version in self.skips else "")
 
 
 @dataclass
 class Pusher:
     engines: Engines
     pushed: list[int] = field(default_factory=list)
+    step: Step = Step.IDLE
 
     async def push(self, version: int) -> PushReport:
         await asyncio.sleep(0)
@@ -92,14 +105,24 @@ class Watch:
     trained: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    kept: list[tuple[int, str, int]] = field(default_factory=list)
+    """Step, reason and number of groups of what was skipped."""
 
     @property
     def trace(self) -> Watch:
         return self
 
-    def span(self, *args: Any, **kwargs: Any) -> Any:
-        return contextlib.nullcontext()
+    ended: int = 0
+
+    def open_spans(self) -> list[Any]:
+        return []
+
+    @contextlib.contextmanager
+    def span(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+        self.ended += 1
 
     def finished(self, group: Group) -> None:
         self.generated += sum(len(r.rollout.response_token_ids) for r in group.rollouts)
@@ -110,9 +133,13 @@ class Watch:
     def push(self, record: Any) -> None:
         pass
 
+    def skipped(self, step: int, reason: str, groups: Any, advantages: Any) -> None:
+        self.kept.append((step, reason, len(groups)))
+
     def step(self, step: int, metrics: Any, groups: Any, advantages: Any, *, version: int) -> None:
         assert version == step - 1
         self.steps.append(step)
+        self.metrics.append(metrics)
         self.groups += groups
         self.trained += sum(sum(r.rollout.loss_mask) for group in groups for r in group.rollouts)
 

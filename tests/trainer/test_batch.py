@@ -74,6 +74,14 @@ def test_a_rollout_cut_at_the_budget_is_not_learned_from_but_still_compared_with
     assert not any(batch.rollouts[0].loss_mask)
 
 
+def test_a_rollout_pays_what_it_is_told_to_before_advantages_are_computed():
+    groups = [group(1.0, 1.0, None), group(0.0, 1.0)]
+    batch = make(groups, AlgorithmConfig(advantage="dr_grpo"), 4, [0.5, 0.0, 9.0, 0.0, 0.5])
+    assert batch.advantages == ((-0.25, 0.25, 0.0), (-0.25, 0.25))
+    assert batch.filtered == {"policy/kl_penalty_mean": 0.25}
+    assert batch.groups[0].rollouts[0].reward == 1.0  # what is reported is the reward as it was given
+
+
 def test_a_long_rollout_pays_with_reward_where_the_penalty_is_on():
     groups = [Group(PROMPT, (scored(0, 1.0, tokens=4), scored(1, 1.0)), 0)]
     batch = make_batch(groups, "dr_grpo", overlong="penalty", overlong_buffer=2, overlong_penalty=0.5)

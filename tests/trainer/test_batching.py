@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.batching import BatchPlan, MicroBatch, TrainRollout, build_micro_batch, plan_micro_batches
+from trainer.batching import BatchPlan, Packing, TrainRollout, plan_micro_batches
+from trainer.learner_setup import attention_for
+from trainer.logprob_pass import forward
+from trainer.micro_batch import MicroBatch, build_micro_batch
 from trainer.policy import PolicyModel
 
 VOCABULARY = 23
@@ -43,21 +46,27 @@ def planned_rollouts(plan: BatchPlan) -> list[TrainRollout]:
     return [r for rank in plan.micro_batches for rows in rank for row in rows for r in row.rollouts]
 
 
-@pytest.fixture(scope="module")
-def policy() -> PolicyModel:
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.fixture(scope="module", params=["shared_prompt", "padded"])
+def packing(request) -> Packing:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[None, 4], ids=["full attention", "a window of 4 tokens"])
+def policy(packing, request) -> PolicyModel:
+    from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = MistralConfig(
+        sliding_window=request.param,
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        attn_implementation="sdpa",
+        attn_implementation=attention_for(packing),
     )
-    model = LlamaForCausalLM(config)
+    model = MistralForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():  # sharp attention, so that one wrongly attended token shows
             parameter.mul_(8.0 if parameter.dim() == 2 else 1.0)
@@ -65,22 +74,23 @@ def policy() -> PolicyModel:
 
 
 def plain_logprobs(policy: PolicyModel, r: TrainRollout) -> torch.Tensor:
+    """By another attention than both packings have."""
+    packed = policy.model.config._attn_implementation
+    policy.model.set_attn_implementation("eager")
     ids = torch.tensor([r.prompt_token_ids + r.response_token_ids])
     log_p = torch.log_softmax(policy.model(input_ids=ids).logits[0].float() / policy.temperature, dim=-1)
+    policy.model.set_attn_implementation(packed)
     first = len(r.prompt_token_ids) - 1
     return log_p[first:-1].gather(1, torch.tensor(r.response_token_ids)[:, None]).squeeze(1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("packing", ["shared_prompt", "padded"])
 @pytest.mark.parametrize("budget", [1, 30, 10_000])
 def test_log_probabilities_are_those_of_the_plain_sequence(policy, packing, budget):
     plan = plan_micro_batches(batch(), budget, 1, packing, attention_tokens=40)
     assert len(planned_rollouts(plan)) == 12
     for rows, micro in zip(plan.micro_batches[0], built(plan), strict=True):
-        logprobs, _ = policy(
-            micro.input_ids, micro.position_ids, micro.attention_mask, micro.predictor_index, micro.targets
-        )
+        logprobs, _ = forward(policy, micro)
         expected = torch.cat([plain_logprobs(policy, r) for row in rows for r in row.rollouts])
         torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
 
@@ -99,15 +109,31 @@ def test_a_group_over_the_budget_becomes_several_rows_of_even_length():
     assert lengths == [10 + 4 * 5, 10 + 4 * 5]
 
 
-def test_dear_attention_puts_fewer_responses_in_a_row():
-    group = [rollout(str(i), 0, 10, 41) for i in range(8)]
+def test_shared_rows_are_laid_out_without_padding():
+    rollouts = [*batch(), rollout("long", 3, 5, 40)]
+    plan = plan_micro_batches(rollouts, 10_000, 1, "shared_prompt")
+    assert plan.padded_tokens == plan.fed_tokens == built(plan)[0].input_ids.numel()
+    padded = plan_micro_batches(rollouts, 10_000, 1, "padded")
+    assert padded.padded_tokens == built(padded)[0].input_ids.numel() > padded.fed_tokens
 
-    def row_count(attention_tokens: float) -> int:
-        plan = plan_micro_batches(group, 10_000, 1, "shared_prompt", attention_tokens)
-        return sum(len(rows) for rows in plan.micro_batches[0])
 
-    # 320 response tokens; the cheapest row holds sqrt(10 * (10 + A)) of them.
-    assert [row_count(math.inf), row_count(2550), row_count(630), row_count(0)] == [1, 2, 4, 8]
+def test_a_group_is_cut_up_where_whole_it_would_leave_a_rank_with_nothing():
+    group = [rollout(str(i), 0, 10, 11) for i in range(8)]
+    plan = plan_micro_batches(group, 10_000, 2, "shared_prompt")
+    assert [[row.length for rows in rank for row in rows] for rank in plan.micro_batches] == [[10 + 40]] * 2
+
+
+def test_ranks_get_the_same_work_where_attention_makes_one_long_row_dearer_than_many_short_ones():
+    rollouts = [rollout("long", 0, 1, 100), *(rollout(str(n), 1 + n, 1, 10) for n in range(40))]
+
+    def tokens(attention_tokens: float) -> list[int]:
+        plan = plan_micro_batches(rollouts, 1000, 2, "padded", attention_tokens)
+        return [sum(row.length for rows in rank for row in rows) for rank in plan.micro_batches]
+
+    assert tokens(math.inf) == [250, 250]  # dense layers alone: as many tokens here as there
+    # Each token attends to half of its row on average: 100 tokens cost 100 + 100 * 50 / 25 = 300, and 10 cost 12. In
+    # halves of 390 there are 32 or 33 short rows, and the long one with the 7 or 8 that are left.
+    assert tokens(25.0) == [100 + 8 * 10, 32 * 10]
 
 
 def test_a_rollout_over_the_budget_gets_a_micro_batch_of_its_own():
@@ -133,12 +159,8 @@ def test_lags_are_the_learner_version_minus_the_version_of_each_token():
     assert built(plan)[0].lags.tolist() == [4, 4, 1]
 
 
-@pytest.mark.parametrize("packing", ["shared_prompt", "padded"])
 def test_an_empty_micro_batch_runs_and_gives_zero_loss_with_zero_gradients(policy, packing):
-    micro = build_micro_batch((), 0, packing)
-    logprobs, _ = policy(
-        micro.input_ids, micro.position_ids, micro.attention_mask, micro.predictor_index, micro.targets
-    )
+    logprobs, _ = forward(policy, build_micro_batch((), 0, packing))
     logprobs.sum().backward()
     gradients = [parameter.grad for parameter in policy.parameters()]
     assert all(gradient is not None and gradient.abs().max() == 0 for gradient in gradients)
@@ -161,7 +183,7 @@ def test_columns_of_different_length_are_refused():
     budget=st.integers(1, 80),
     ranks=st.integers(1, 4),
     packing=st.sampled_from(["shared_prompt", "padded"]),
-    attention_tokens=st.sampled_from([0.0, 50.0, math.inf]),
+    attention_tokens=st.sampled_from([1.0, 50.0, math.inf]),
 )
 def test_any_batch_is_split_without_loss_within_budget_and_with_ranks_in_step(
     sizes, budget, ranks, packing, attention_tokens

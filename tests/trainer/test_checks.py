@@ -49,9 +49,19 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"algorithm.correction.weight_high": math.inf}, ["weight_high=inf", "finite"]),
         ({"algorithm.correction.weight_high": 0.5}, ["weight_high=0.5", "ratio 1 between"]),
         ({"algorithm.filter.overlong_buffer": 999}, ["overlong_buffer=999"]),
-        ({"algorithm.proximal": "recomputed"}, ["not built yet", "log_linear"]),
-        ({"algorithm.correction.second_moment": 0.04}, ["not built yet", "second_moment"]),
-        ({"algorithm.kl.coefficient": 0.1}, ["not built yet", "reference model"]),
+        ({"learner.epochs": 2}, ["algorithm.proximal=current", "no trust region", "recomputed"]),
+        ({"learner.minibatches": 2}, ["algorithm.proximal=current", "no trust region", "recomputed"]),
+        ({"evaluation.temperature": 0, "evaluation.rollouts": 4}, ["evaluation.temperature=0", "evaluation.rollouts"]),
+        (
+            {"engine.max_model_len": 600, "evaluation.max_tokens": 600},
+            ["engine.max_model_len", "evaluation.max_tokens"],
+        ),
+        (GSPO | {"algorithm.proximal": "recomputed"}, ["no effect", "one update a batch"]),
+        ({"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1"}, ["mean zero", "estimator=k2"]),
+        ({"learner.minibatches": 1000, "algorithm.proximal": "recomputed"}, ["batch.prompts", "learner.epochs"]),
+        ({"learner.offload": True}, ["learner.zero_stage"]),
+        ({"learner.offload": True, "learner.zero_stage": 2}, ["hardware=cpu", "saves nothing"]),
+        ({"optimizer.schedule": "cosin"}, ["did you mean `cosine`"]),
         ({"algorithm.objective": "nowhere.at.all"}, ["algorithm.objective", "'nowhere'"]),
         ({"algorithm.objective": "math.exp"}, ["algorithm.objective=math.exp", "(batch, proximal,"]),
         ({"algorithm.advantage": "math.pi"}, ["algorithm.advantage=math.pi", "(statistics)"]),
@@ -71,8 +81,17 @@ REINFORCE = {"algorithm.objective": "reinforce"}
             ["`sampling.repetition_penalty`", "algorithm.correction.weight=token"],
         ),
         ({"sampling.group_size": 1}, ["group_size=1"]),
+        (
+            {"sampling.group_size": 1, "algorithm.advantage": "reinforce_pp", "algorithm.filter.refill": 2},
+            ["algorithm.filter.refill=2", "takes out every group"],
+        ),
         ({"engine.max_model_len": 8}, ["no room for a prompt"]),
         ({"learner.ranks": 1000}, ["learner.ranks=1000"]),
+        (
+            {"learner.ranks": 3, "learner.minibatches": 2, "batch.prompts": 2, "sampling.group_size": 2}
+            | {"algorithm.proximal": "recomputed"},
+            ["learner.minibatches=2", "leaves 2 rollouts", "learner.ranks=3"],
+        ),
         ({"weight_sync.backend": "nccl"}, ["needs GPUs"]),
         ({"weight_sync.verify": "evry"}, ["none, first, every, or a whole number", "did you mean `every`"]),
         ({"weight_sync.verify": 2.5}, ["weight_sync.verify=2.5", "a whole number"]),
@@ -101,6 +120,23 @@ def test_pushes_are_proven_by_a_word_or_by_a_number(verify):
 
 def test_uncorrected_training_is_possible_when_asked_for_by_name():
     check(tiny_config({"algorithm.correction.weight": "none", "algorithm.allow_uncorrected": True}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.proximal": "recomputed", "learner.epochs": 2, "learner.minibatches": 2},
+        {"algorithm.proximal": "log_linear", "learner.epochs": 2},
+        {"algorithm.objective": "reinforce", "learner.epochs": 2},
+        {"algorithm.objective": "cispo", "algorithm.proximal": "recomputed", "learner.epochs": 2},
+        {"algorithm.kl.coefficient": 0.1},
+        {"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1", "algorithm.kl.place": "reward"},
+        {"learner.offload": True, "learner.zero_stage": 1, "hardware": "gpu"},
+    ],
+    ids=str,
+)
+def test_what_the_learner_is_built_for_is_accepted(changes):
+    check(tiny_config(changes))
 
 
 @pytest.mark.parametrize("key", ["clip_low", "clip_high", "correction.weight_high"])

@@ -77,6 +77,8 @@ def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
         f"run_dir={folder}",
         "logger.rollouts.every=1",
         "logger.wandb.mode=offline",
+        "evaluation.every=2",
+        "evaluation.prompts=4",
     ]
     done = subprocess.run(
         command(*overrides), capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False
@@ -148,7 +150,16 @@ class TestAFinishedRun:
 
     def test_wandb_offline_file_holds_the_same_steps(self, finished_run):
         (path,) = finished_run[0].glob("wandb/offline-run-*/run-*.wandb")
-        assert [row["step"] for row in wandb_file.history(wandb_file.read_records(path))] == [1, 2, 3]
+        rows = wandb_file.history(wandb_file.read_records(path))
+        assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+        assert [row["step"] for row in rows if "eval/reward_mean" in row] == [0, 2, 3]
+
+    def test_every_second_version_and_the_last_are_evaluated(self, finished_run):
+        lines = [json.loads(line) for line in (finished_run[0] / "evaluations.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [0, 2, 3]
+        assert all(line["eval/prompts"] == 4 and 0 <= line["eval/reward_mean"] <= 1 for line in lines)
+        assert all(catalogue.unknown(line.keys() - {"step"}) == [] for line in lines)
+        assert "evaluation of version 2" in finished_run[1].stdout
 
     def test_every_metric_it_writes_is_in_the_catalogue(self, finished_run):
         for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines():

@@ -3,7 +3,6 @@
 All scenarios of a world size run one after another in the same processes, because starting them is what takes time.
 """
 
-import random
 import socket
 import time
 from pathlib import Path
@@ -13,36 +12,37 @@ import pytest
 import torch
 
 from tests.tiny import learner_spec
-from trainer.batching import TrainRollout
-from trainer.config import LearnerConfig, OptimizerConfig
-from trainer.learner import Learner, NonFiniteError
+from tests.trainer.plain_loop import (
+    EPSILON,
+    batch,
+    decoupled_loss,
+    distance,
+    m2po_loss,
+    reference_update,
+    response_logprobs,
+    tiny_model,
+)
+from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerConfig, OptimizerConfig
+from trainer.learner import Learner
 from trainer.learner_setup import LearnerSpec
+from trainer.train_rollout import TrainRollout
 
-VOCABULARY = 23
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2, eps=EPSILON)
 SEQUENCES = [[1, 2, 3, 4], [5, 6]]
-
-
-def batch(seed: int = 0, groups: int = 3, size: int = 4) -> list[TrainRollout]:
-    r = random.Random(seed)
-    rollouts = []
-    for group in range(groups):
-        prompt = tuple(r.choices(range(VOCABULARY), k=3 + 2 * group))
-        for number in range(size):
-            n = r.randint(1, 9)
-            rollouts.append(
-                TrainRollout(
-                    id=f"{group}.{number}",
-                    group=group,
-                    prompt_token_ids=prompt,
-                    response_token_ids=tuple(r.choices(range(VOCABULARY), k=n)),
-                    logprobs=tuple(-2.0 - 2.0 * r.random() for _ in range(n)),
-                    versions=(0,) * n,
-                    loss_mask=tuple(r.random() < 0.8 for _ in range(n)),
-                    advantage=0.0 if number == 3 else r.uniform(-1, 1),
-                )
-            )
-    return rollouts
+SEVERAL = {
+    "epochs": 2,
+    "minibatches": 2,
+    "algorithm": AlgorithmConfig(proximal="recomputed", kl=KLConfig(coefficient=0.3)),
+}
+M2PO = {
+    "algorithm": AlgorithmConfig(
+        proximal="behaviour",
+        clip_low=None,
+        clip_high=None,
+        correction=CorrectionConfig(weight="none", second_moment=0.2),
+    )
+}
+IN_REWARD = AlgorithmConfig(kl=KLConfig(coefficient=0.3, estimator="k1", place="reward"))
 
 
 def spec(folder: Path, **changes: Any) -> LearnerSpec:
@@ -52,6 +52,10 @@ def spec(folder: Path, **changes: Any) -> LearnerSpec:
         packing=changes.pop("packing", "shared_prompt"),
         logprob_chunk=7,
         gradient_checkpointing=changes.pop("gradient_checkpointing", False),
+        offload=changes.pop("offload", False),
+        epochs=changes.pop("epochs", 1),
+        minibatches=changes.pop("minibatches", 1),
+        cpu_threads=1,  # threads of a model this small do nothing but wait for one another
         timeout=120.0,
     )
     return learner_spec(folder, learner=learner, **({"temperature": 0.8, "optimizer": OPTIMIZER} | changes))
@@ -77,6 +81,32 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+WITH_SEVERAL_UPDATES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "one micro-batch": {"budget": 10_000},
+        "padded, many micro-batches": {"packing": "padded", "budget": 1},
+        "gradient checkpointing": {"gradient_checkpointing": True},
+        "zero 1, offloaded": {"stage": 1, "offload": True},
+        "zero 2": {"stage": 2},
+        "zero 3, offloaded": {"stage": 3, "offload": True},
+    },
+    2: {
+        "zero 0": {},
+        "zero 1, padded, many micro-batches": {"stage": 1, "packing": "padded", "budget": 1},
+        "zero 2, offloaded": {"stage": 2, "offload": True},
+        "zero 3": {"stage": 3},
+    },
+}
+"""The variants of SEVERAL; M2PO is run in the first and the last of them."""
+NOT_FINITE: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 2": {"stage": 2},
+    "zero 2, offloaded": {"stage": 2, "offload": True},
+    "zero 3": {"stage": 3},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
 def worker(rank: int, world: int, port: int, folder: Path) -> None:
     """Run every scenario of this world size on one rank; rank 0 leaves what it saw in ``folder``."""
 
@@ -87,18 +117,34 @@ def worker(rank: int, world: int, port: int, folder: Path) -> None:
     results: dict[str, Any] = {}
     for name, changes in SCENARIOS[world].items():
         one = learner(**changes)
-        metrics = [one.train(batch(seed), version=0) for seed in range(2)]
+        metrics = [one.train(batch(seed), version=0).metrics for seed in range(2)]
         results[name] = (metrics, exported(one, folder / "export", rank), one.logprobs(SEQUENCES))
         one.close()
+    for name, changes in WITH_SEVERAL_UPDATES[world].items():
+        results[f"several: {name}"] = two_steps(learner, SEVERAL | changes, folder, rank)
+    for name in (list(WITH_SEVERAL_UPDATES[world])[number] for number in (0, -1)):
+        results[f"m2po: {name}"] = two_steps(learner, M2PO | WITH_SEVERAL_UPDATES[world][name], folder, rank)
     for stage in (0, 2):
         results[f"continued {stage}"] = continued(learner, stage, folder, rank)
-        results[f"not finite {stage}"] = not_finite(learner, stage, folder, rank)
+    for name, changes in NOT_FINITE.items():
+        results[f"not finite: {name}"] = not_finite(learner, changes, folder, rank)
+    for stage in (0, 3):
+        one = learner(stage=stage, algorithm=IN_REWARD)
+        one.train(batch(0), version=0)
+        results[f"penalties {stage}"] = (one.kl_penalties(batch(1)), exported(one, folder / "export", rank))
+        one.close()
     for stage in (0, 2, 3) if world == 1 else ():
         results[f"interrupted {stage}"] = interrupted(learner, stage, folder, rank)
+    if world == 1:
+        results["interrupted between updates"] = interrupted(learner, 2, folder, rank, after=3, **SEVERAL)
     one = learner(stage=2)
     one.train(batch(groups=1, size=1), version=0)  # with two ranks, one of them has nothing to do
     results["one rollout"] = exported(one, folder / "export", rank)
     one.close()
+    for stage in (0, 3):
+        one = learner(stage=stage, dtype="bfloat16", algorithm=SEVERAL["algorithm"])
+        results[f"bfloat16 reference {stage}"] = one.train(batch(0), version=0).metrics
+        one.close()
     results["bfloat16"] = drift(learner, "bfloat16", folder, rank)
     results["float32"] = drift(learner, "float32", folder, rank)
     if rank == 0:
@@ -111,6 +157,15 @@ def exported(learner: Learner, folder: Path, rank: int) -> dict[str, torch.Tenso
 
     learner.export(folder)
     return load_file(folder / "model.safetensors") if rank == 0 else {}
+
+
+def two_steps(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[list[dict], dict]:
+    """The metrics of a step on each of two batches, and the weights after them."""
+    one = learner(**changes)
+    metrics = [one.train(batch(seed), version=0).metrics for seed in range(2)]
+    weights = exported(one, folder / "export", rank)
+    one.close()
+    return metrics, weights
 
 
 def continued(learner: Any, stage: int, folder: Path, rank: int) -> tuple[dict, dict]:
@@ -129,13 +184,16 @@ def continued(learner: Any, stage: int, folder: Path, rank: int) -> tuple[dict, 
     return uninterrupted, resumed
 
 
-def interrupted(learner: Any, stage: int, folder: Path, rank: int) -> tuple[str, int, dict, dict]:
-    """A step that is interrupted when its only forward pass is through, so inside its backward pass; then a save."""
-    one = learner(stage=stage, budget=10_000)
+def interrupted(
+    learner: Any, stage: int, folder: Path, rank: int, after: int = 1, **changes: Any
+) -> tuple[str, int, dict, dict]:
+    """A step that is interrupted when forward pass number ``after`` is through, so inside its backward pass; a save."""
+    one = learner(stage=stage, budget=10_000, **changes)
     one.train(batch(0), version=0)
     before = exported(one, folder / "export", rank)
     layers = next(module for module in one.engine.module.modules() if isinstance(module, torch.nn.ModuleList))
-    layers[-1].register_forward_hook(lambda *_: one.interrupt())
+    passes = iter(range(1, 100))
+    layers[-1].register_forward_hook(lambda *_: one.interrupt() if next(passes) == after else None)
     error = "none"
     try:
         one.train(batch(1), version=1)
@@ -150,21 +208,17 @@ def interrupted(learner: Any, stage: int, folder: Path, rank: int) -> tuple[str,
     return error, steps, before, after
 
 
-def not_finite(learner: Any, stage: int, folder: Path, rank: int) -> tuple[str, dict, dict]:
-    """The error of a batch with an infinite loss, the weights right after it, and after a good batch."""
-    one = learner(stage=stage)
+def not_finite(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[Any, int, dict, dict]:
+    """What a batch with an infinite loss gives, steps and weights right after it, and weights after a good batch."""
+    one = learner(**changes)
     bad = batch(0)
     bad[0] = TrainRollout("huge", 0, bad[0].prompt_token_ids, (1,) * 8, (-3.0,) * 8, (0,) * 8, (True,) * 8, 3e38)
-    try:
-        one.train([bad[0], *(r for r in bad[1:] if r.group == 0)], version=0)
-        message = "no error"
-    except NonFiniteError as error:
-        message = str(error)
-    untouched = exported(one, folder / "export", rank)
+    result = one.train([bad[0], *(r for r in bad[1:] if r.group == 0)], version=0)
+    steps, untouched = one.steps_done, exported(one, folder / "export", rank)
     one.train(batch(0), version=0)
     stepped = exported(one, folder / "export", rank)
     one.close()
-    return message, untouched, stepped
+    return result, steps, untouched, stepped
 
 
 def drift(learner: Any, dtype: str, folder: Path, rank: int) -> dict[str, torch.Tensor]:
@@ -174,51 +228,6 @@ def drift(learner: Any, dtype: str, folder: Path, rank: int) -> dict[str, torch.
     weights = exported(one, folder / "export", rank)
     one.close()
     return weights
-
-
-def tiny_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def reference_update(rollouts: list[list[TrainRollout]]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Clipped AdamW steps of a plain PyTorch loop, one rollout at a time: weights and gradient norms."""
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-    norms = []
-    for step, batch_rollouts in enumerate(rollouts):
-        tokens = sum(sum(r.loss_mask) for r in batch_rollouts)
-        loss = torch.zeros(())
-        for r in batch_rollouts:
-            logits = model(torch.tensor([r.prompt_token_ids + r.response_token_ids])).logits[0] / 0.8
-            log_p = torch.log_softmax(logits, -1)[len(r.prompt_token_ids) - 1 : -1]
-            current = log_p[range(len(r.response_token_ids)), list(r.response_token_ids)]
-            weight = (current.detach() - torch.tensor(r.logprobs)).exp().clamp(max=2.0)
-            loss = loss - (weight * r.advantage * current * torch.tensor(r.loss_mask)).sum() / tokens
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        optimizer.param_groups[0]["lr"] = 1e-2 * (step + 1) / 2
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}, norms
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference of two updates, relative to the norm of the second."""
-    difference = sum(float((a[name].double() - b[name].double()).square().sum()) for name in start)
-    return (difference / sum(float((b[name].double() - start[name].double()).square().sum()) for name in start)) ** 0.5
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -237,7 +246,7 @@ def results(request, tmp_path_factory) -> tuple[int, dict[str, Any]]:
     finally:
         for process in context.processes:
             process.kill()
-    return world, torch.load(folder / "results.pt")
+    return world, torch.load(folder / "results.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -290,13 +299,69 @@ def test_a_loaded_checkpoint_continues_exactly(results, stage):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_loss_that_is_not_finite_is_an_error_without_a_step_and_leaves_nothing_behind(results, start, stage):
-    message, untouched, stepped = results[1][f"not finite {stage}"]
-    assert "policy/loss is" in message
-    assert all(torch.equal(untouched[name], weight) for name, weight in start.items())
-    expected, _ = reference_update([batch(0)])
-    assert distance(stepped, expected, start) < 1e-5
+@pytest.mark.parametrize("name", list(NOT_FINITE))
+def test_a_loss_that_is_not_finite_skips_the_step_which_counts_and_leaves_nothing_behind(results, start, name):
+    result, steps, untouched, stepped = results[1][f"not finite: {name}"]
+    assert "policy/loss is" in result.skipped
+    assert (result.metrics["policy/updates"], result.metrics["policy/skipped_updates"]) == (0, 1)
+    assert steps == 1
+    assert all(torch.equal(untouched[key], weight.to(untouched[key].dtype)) for key, weight in start.items())
+    expected, _ = reference_update([batch(0)], first_step=1)
+    assert distance(stepped, expected, start) < (0.5 if name == "bfloat16" else 1e-5)
+
+
+@pytest.mark.engine
+def test_several_updates_a_batch_are_those_of_a_plain_loop_with_a_fixed_anchor_and_reference(results, start):
+    world, seen = results
+    expected, norms = reference_update([batch(0), batch(1)], decoupled_loss, epochs=2, minibatches=2)
+    means = [sum(norms[:4]) / 4, sum(norms[4:]) / 4]
+    for name in WITH_SEVERAL_UPDATES[world]:
+        metrics, weights = seen[f"several: {name}"]
+        assert distance(weights, expected, start) < 1e-5, name
+        assert [m["policy/grad_norm"] for m in metrics] == pytest.approx(means, rel=1e-5), name
+        assert [m["policy/updates"] for m in metrics] == [4, 4]
+        assert metrics[0]["tokens/trained"] == sum(sum(r.loss_mask) for r in batch(0))
+        assert metrics[0]["policy/reference_kl"] > 0
+
+
+@pytest.mark.engine
+def test_tokens_that_m2po_drops_are_those_of_the_whole_batch_on_any_number_of_ranks(results, start):
+    world, seen = results
+    expected, norms = reference_update([batch(0), batch(1)], m2po_loss)
+    for name in (list(WITH_SEVERAL_UPDATES[world])[number] for number in (0, -1)):
+        metrics, weights = seen[f"m2po: {name}"]
+        assert distance(weights, expected, start) < 1e-5, name
+        assert [m["policy/grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-5), name
+        assert 0 < metrics[0]["policy/second_moment_masked_fraction"] < 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rollout_pays_for_what_it_has_become_likelier_than_under_the_weights_at_start(results, stage):
+    penalties, weights = results[1][f"penalties {stage}"]
+    model, start = tiny_model(), tiny_model()
+    model.load_state_dict(weights, strict=False)
+    for r, paid in zip(batch(1), penalties, strict=True):
+        moved = (response_logprobs(model, r) - response_logprobs(start, r)).detach()
+        assert paid == pytest.approx(0.3 * float((moved * torch.tensor(r.loss_mask)).sum()), abs=1e-5)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_reference_in_bfloat16_is_the_policy_at_start(results, stage):
+    metrics = results[1][f"bfloat16 reference {stage}"]
+    assert metrics["policy/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["policy/skipped_updates"] == 0
+
+
+@pytest.mark.engine
+def test_a_step_that_is_interrupted_between_its_updates_counts_so_that_no_batch_is_learned_from_twice(results, start):
+    if "interrupted between updates" not in results[1]:
+        pytest.skip("several ranks give up between micro-batches only")
+    error, steps, before, after = results[1]["interrupted between updates"]
+    assert error == "optimizer step 2 was cut short after 1 update(s), and counts"
+    assert steps == 2
+    assert distance(after, before, start) > 1e-3
 
 
 @pytest.mark.engine

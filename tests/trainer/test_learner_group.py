@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import learner_spec
-from trainer.batching import TrainRollout
 from trainer.config import LearnerConfig
+from trainer.train_rollout import TrainRollout
 
 VOCABULARY = 17
 
@@ -62,27 +62,31 @@ def local_ray():
 
 @pytest.mark.engine
 async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ray, model_folder, tmp_path):
-    from trainer.learner_group import LearnerError, LearnerGroup
+    from trainer.learner_error import LearnerError
+    from trainer.learner_group import LearnerGroup
 
     spec = learner_spec(model_folder, learner=LearnerConfig(ranks=2, zero_stage=2, timeout=300.0))
     group = LearnerGroup(spec)
     await group.start()
     before = await group.logprobs([[1, 2, 3]])
-    metrics = await group.train(rollouts(), version=0)
+    metrics = (await group.train(rollouts(), version=0)).metrics
     assert metrics["tokens/trained"] == 20
     assert metrics["policy/grad_norm"] > 0
     after = await group.logprobs([[1, 2, 3]])
     assert before != after
     await group.save(tmp_path / "checkpoint")
+    assert "policy/loss is" in (await group.train(rollouts(advantage=3e38), version=1)).skipped
+    assert await group.steps_done() == 2
     with pytest.raises(
-        LearnerError, match=r"train failed on rank 0: NonFiniteError: policy/loss is .*rank 1"
+        LearnerError, match=r"kl_penalties failed on rank 0: RuntimeError: .*no reference.*rank 1"
     ) as caught:
-        await group.train(rollouts(advantage=3e38), version=1)
-    assert type(caught.value.__cause__).__name__ == "NonFiniteError"
+        await group.kl_penalties(rollouts())
+    assert type(caught.value.__cause__).__name__ == "RuntimeError"
     with pytest.raises(LearnerError, match=r"load failed on rank 0: FileNotFoundError: .*holds no learner checkpoint"):
         await group.load(tmp_path)
     await group.load(tmp_path / "checkpoint")
     assert await group.logprobs([[1, 2, 3]]) == after
+    assert await group.steps_done() == 1
     actors = list(group._actors)
     await group.close()
     await group.close()
@@ -93,7 +97,8 @@ async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ra
 
 @pytest.mark.engine
 async def test_a_call_past_its_deadline_is_an_error_that_names_the_rank_and_the_key(local_ray, model_folder):
-    from trainer.learner_group import LearnerError, LearnerGroup
+    from trainer.learner_error import LearnerError
+    from trainer.learner_group import LearnerGroup
 
     spec = learner_spec(model_folder)
     group = LearnerGroup(replace(spec, learner=replace(spec.learner, timeout=0.01)))
@@ -104,7 +109,8 @@ async def test_a_call_past_its_deadline_is_an_error_that_names_the_rank_and_the_
 
 @pytest.mark.engine
 async def test_a_model_that_does_not_load_is_named(local_ray, tmp_path):
-    from trainer.learner_group import LearnerError, LearnerGroup
+    from trainer.learner_error import LearnerError
+    from trainer.learner_group import LearnerGroup
 
     group = LearnerGroup(learner_spec(tmp_path))
     with pytest.raises(LearnerError, match=r"learner start failed on rank 0: .*" + tmp_path.name):

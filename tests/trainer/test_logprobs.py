@@ -119,7 +119,7 @@ def test_logits_never_exist_for_more_tokens_than_a_chunk(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", recording)
     hidden, weight, _, targets, _ = inputs(bias=False)
     chunked_logprobs(hidden, weight, None, targets, 1.0, 3)[0].sum().backward()
-    assert sizes == [3, 3, 1, 3, 3]  # forward over three chunks; backward recomputes all but the one that was kept
+    assert sizes == [1, 3, 3, 3, 1]  # forward over three chunks; backward recomputes all but the last, a full one
 
 
 @pytest.mark.parametrize(("temperature", "chunk"), [(0.0, 4), (1.0, 0)])

@@ -18,7 +18,9 @@ from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
-from trainer.loop import Parts, RewardError, train
+from trainer.config import KLConfig, WatchdogConfig
+from trainer.loop import NonFiniteError, Parts, RewardError, train
+from trainer.step_metrics import StepResult
 from weight_sync import push as weight_push
 from weight_sync.push import PushReport
 from weight_sync.simulated import SimulatedSender
@@ -39,6 +41,20 @@ async def test_every_step_is_made_and_pushed_whatever_the_bounds(bound, running)
     assert run.watch.steps == [1, 2, 3, 4, 5, 6]
     assert run.pusher.pushed == [0, 1, 2, 3, 4, 5, 6]
     assert all(len(batch) == 3 * 2 for batch in run.learner.batches)
+
+
+async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for():
+    class Hanging(Learner):
+        async def train(self, rollouts: Any, version: int) -> StepResult:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    run = parts(learner=Hanging(1))
+    run.config = replace(run.config, watchdog=WatchdogConfig(warn_after=0.05, fail_after=0.2))
+    with pytest.raises(ExceptionGroup) as raised:
+        await finish(run)
+    assert "nothing came to its end" in str(raised.value.exceptions[0])
+    assert "3 make a batch" in str(raised.value.exceptions[0])
 
 
 async def test_a_data_set_smaller_than_a_batch_is_sampled_again_under_other_rollout_ids():
@@ -90,6 +106,56 @@ async def test_rewards_that_score_nothing_end_the_run_with_what_they_did():
     assert failure.group_contains(RewardError, match="reward/failed")
 
 
+async def test_a_skipped_update_keeps_its_batch_and_its_version_is_published_like_any_other():
+    run = await finish(parts(learner=Learner(1, skips=frozenset({1, 2, 4}))))
+    assert run.watch.kept == [(step, "the loss is nan", 3) for step in (2, 3, 5)]
+    assert run.pusher.pushed == [0, 1, 2, 3, 4, 5, 6]
+    assert run.watch.steps == [1, 2, 3, 4, 5, 6]
+
+
+async def test_skipped_steps_in_a_row_end_the_run_with_the_reason_after_the_last_was_written():
+    run = parts(learner=Learner(1, skips=frozenset({0, 2, 3, 4, 5})))
+    with pytest.raises(ExceptionGroup) as failure:
+        await finish(run)
+    assert failure.group_contains(
+        NonFiniteError, match=r"3 steps in a row .*max_skipped_steps.*step 5: the loss is nan"
+    )
+    assert run.watch.steps == [1, 2, 3, 4, 5]
+    assert [step for step, *_ in run.watch.kept] == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+async def test_what_a_rollout_pays_for_leaving_the_reference_enters_its_advantage_where_the_reward_is_its_place(place):
+    run = parts(steps=2)
+    run.config.algorithm.kl = KLConfig(coefficient=0.1, place=place)
+    run.config.algorithm.advantage = "dr_grpo"
+    await finish(run)
+    paid = 0.5 if place == "reward" else 0.0
+    for batch in run.learner.batches:
+        assert [rollout.advantage for rollout in batch] == [-(1.0 - paid) / 2, (1.0 - paid) / 2] * 3
+
+
+async def test_dynamic_sampling_replaces_groups_with_equal_rewards_until_the_batch_teaches_something():
+    run = await finish_refilling(parts(rewards=Rewards(flat=lambda p: p.id % 2 == 0), bound=1, steps=5), refill=8)
+    assert {group.prompt.id % 2 for group in run.watch.groups} == {1}
+    assert all(len(batch) == 3 * 2 for batch in run.learner.batches)
+    replaced = sum(metrics["filter/replaced_groups"] for metrics in run.watch.metrics)
+    assert replaced > 0
+    masked = sum(r.rollout.loss_mask.count(False) for group in run.watch.groups for r in group.rollouts)
+    assert run.watch.generated == run.watch.trained + masked + run.watch.counts["tokens/expired"]
+
+
+async def test_dynamic_sampling_ends_after_so_many_batches_and_takes_what_there_is():
+    run = await finish_refilling(parts(rewards=Rewards(flat=lambda prompt: True), bound=0, steps=3), refill=2)
+    assert [metrics["filter/replaced_groups"] for metrics in run.watch.metrics] == [6, 6, 6]
+    assert run.steps_done == 3
+
+
+async def finish_refilling(run: Parts, refill: int) -> Parts:
+    run.config.algorithm.filter.refill = refill
+    return await finish(run)
+
+
 async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner_waiting():
     with pytest.raises(ExceptionGroup) as failure:
         await finish(parts(engines=Engines(error_after=4)))
@@ -121,7 +187,7 @@ async def test_an_engine_that_joins_gets_the_published_version_at_once():
 class Stalling(Engines):
     """The first rollout of every group fails."""
 
-    async def generate(self, rollouts: list[Rollout]) -> list[Rollout]:
+    async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
         first, *others = await super().generate(rollouts)
         return [replace(first, finish_reason="failed"), *others]
 
@@ -144,7 +210,7 @@ async def test_a_failed_rollout_costs_its_group_where_that_is_asked_for():
 class SlowLearner(Learner):
     """A step takes half a minute of virtual time."""
 
-    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
+    async def train(self, rollouts: Any, version: int) -> StepResult:
         await asyncio.sleep(30.0)
         return await super().train(rollouts, version)
 

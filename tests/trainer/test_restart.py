@@ -7,6 +7,7 @@ process before, so a rollout that was sampled again cannot be taken for one that
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import random
@@ -29,6 +30,7 @@ from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Rewards
 from tests.trainer.scripted import CODEC, EOS
 from trainer.admission import Admission
+from trainer.checkpoint_folder import FILES_FILE, checkpoints
 from trainer.checks import ConfigError
 from trainer.config import BatchConfig, CheckpointConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
@@ -37,7 +39,8 @@ from trainer.groups import KeptGroups
 from trainer.kept_rollouts import ROLLOUTS_FILE
 from trainer.loop import Parts, train
 from trainer.run import train_and_save
-from trainer.state import checkpoints, continue_from, find_checkpoint, load_state
+from trainer.state import continue_from, find_checkpoint, load_state, resume_step
+from trainer.step_metrics import StepResult
 from trainer.watch import Watch
 from weight_sync.push import Pusher
 from weight_sync.simulated import SimulatedSender
@@ -54,14 +57,14 @@ class Learner:
     made: int = 0
     trained: list[str] = field(default_factory=list)
 
-    async def train(self, rollouts: Sequence[Any], version: int) -> dict[str, float]:
+    async def train(self, rollouts: Sequence[Any], version: int) -> StepResult:
         for rollout in rollouts:
             versions = [v for v, seen in zip(rollout.versions, rollout.loss_mask, strict=True) if seen]
             assert not versions or 0 <= version - max(versions) <= version - min(versions) <= BOUND
         await asyncio.sleep(29.0)
         self.made += 1
         await asyncio.sleep(1.0)
-        return {"policy/loss": 0.0}
+        return StepResult({"policy/loss": 0.0})
 
     async def interrupt(self) -> None:
         await asyncio.sleep(0.1)
@@ -130,7 +133,7 @@ class Story:
         state, kept = load_state(checkpoint, self.config, stream) if checkpoint else (None, KeptGroups())
         if checkpoint is not None:
             self.kept.append([json.loads(line) for line in (checkpoint / ROLLOUTS_FILE).read_text().splitlines()])
-        watch = Watch(self.config, resume_step=state.step if state else None, stream=io.StringIO())
+        watch = Watch(self.config, resume_step=resume_step(self.config, state), stream=io.StringIO())
         pool = EnginePool(self._engine, pool_settings_for(2, max_running=12, max_restarts=1000))
         parts = self._parts(stream, pool, watch)
         if state is not None:
@@ -211,9 +214,8 @@ def test_a_run_ended_at_random_moments_trains_every_group_once_and_goes_on_from_
 ):
     chance = random.Random(seed)
     story = Story(tmp_path, episodes, engines_die, chance)
-    while (first := not story.processes) or story.processes < 8:
-        # A run that is killed before its first checkpoint starts afresh, in another folder.
-        if story.process(chance.uniform(150.0 if first and not gently else 5.0, 200.0), gently) == "done":
+    while story.processes < 8:
+        if story.process(chance.uniform(5.0, 200.0), gently) == "done":
             break
     else:
         assert story.process(None, gently) == "done"
@@ -272,6 +274,7 @@ def test_damaged_rollouts_of_a_checkpoint_are_a_configuration_error_that_names_t
     path = checkpoints(tmp_path)[-1] / ROLLOUTS_FILE
     text = damage(path.read_text())
     path.unlink() if text is None else path.write_text(text)
+    (path.parent / FILES_FILE).unlink()  # else its size alone gives it away
     with pytest.raises(ConfigError, match=f"{ROLLOUTS_FILE}.*{words}"):
         story.process(None, gently=True)
 
@@ -290,3 +293,33 @@ def test_a_checkpoint_from_before_rollouts_were_kept_continues_with_their_prompt
     assert kept.first_number > ROWS * SIZE
     assert stream.next().id == state["prompts"]["returned"][0]
     assert loaded.step == state["step"]
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_the_run_nothing_but_itself(tmp_path, monkeypatch, caplog):
+    """The disk is full at the second checkpoint: the first one stays, and the third is made."""
+    asked: list[int] = []
+
+    def check_room(run_dir: str) -> None:
+        asked.append(len(checkpoints(run_dir)))
+        if len(asked) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.state.check_room", check_room)
+    story = Story(tmp_path, "one turn")
+    assert story.process(None, gently=False) == "done"
+    assert "could not be written" in caplog.text
+    assert asked[:3] == [0, 1, 1]
+    assert json.loads((tmp_path / "summary.json").read_text())["checkpoints/failed"] == 1
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path):
+    """At the first second at which a step is written and its checkpoint is not."""
+    for second in range(40, 120):
+        folder = tmp_path / str(second)
+        Story(folder, "one turn").process(float(second), gently=False)
+        if (folder / "metrics.jsonl").read_text():
+            break
+    assert not checkpoints(folder)
+    assert Story(folder, "one turn").process(None, gently=False) == "done"
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))

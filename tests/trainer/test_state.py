@@ -5,15 +5,14 @@ import pytest
 
 from generator.rollout import Prompt, Rollout
 from generator.task import DataError
+from trainer.checkpoint_folder import FILES_FILE, STATE_FILE, check_room, checkpoint_path, checkpoints, torn
 from trainer.checks import ConfigError
-from trainer.config import Config
+from trainer.config import CheckpointConfig, Config
 from trainer.data import PromptStream
 from trainer.groups import KeptGroups, StartedGroup
 from trainer.state import (
-    STATE_FILE,
     RunState,
-    checkpoint_path,
-    checkpoints,
+    begins_again,
     commit,
     find_checkpoint,
     is_done,
@@ -58,6 +57,84 @@ def test_a_torn_checkpoint_is_not_taken(tmp_path):
     whole = write(tmp_path, 1)
     checkpoint_path(tmp_path, 2).mkdir()
     assert find_checkpoint(config(tmp_path)) == whole
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "listing"])
+def test_a_checkpoint_that_is_not_whole_is_skipped_and_named(tmp_path, damage, capsys):
+    whole, newer = write(tmp_path, 1), write(tmp_path, 2)
+    if damage == "cut":
+        (newer / "rollouts.jsonl").write_text("{")
+    elif damage == "gone":
+        (newer / "rollouts.jsonl").unlink()
+    else:
+        (newer / FILES_FILE).write_text("[")
+    assert find_checkpoint(config(tmp_path)) == whole
+    assert str(newer) in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="not whole"):
+        find_checkpoint(config(tmp_path, resume=str(newer)))
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_is_not_begun_again_over_its_results(tmp_path):
+    (write(tmp_path, 1) / "rollouts.jsonl").unlink()
+    with pytest.raises(ConfigError, match="no checkpoint of the run is whole"):
+        find_checkpoint(config(tmp_path))
+
+
+def test_a_checkpoint_from_before_files_were_listed_counts_as_whole(tmp_path):
+    old = write(tmp_path, 1)
+    (old / FILES_FILE).unlink()
+    assert torn(old) is None
+    assert find_checkpoint(config(tmp_path)) == old
+
+
+def test_a_kill_while_a_checkpoint_replaces_one_of_the_same_step_leaves_the_older_one(tmp_path):
+    path = write(tmp_path, 4)
+    path.rename(path.with_name(".step_4.replaced"))
+    assert find_checkpoint(config(tmp_path)) == path
+
+
+def test_a_checkpoint_of_a_step_replaces_the_one_there_was(tmp_path):
+    first = (write(tmp_path, 4) / STATE_FILE).stat().st_ino
+    assert (write(tmp_path, 4) / STATE_FILE).stat().st_ino != first
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
+
+
+def test_a_disk_without_room_for_another_checkpoint_is_found_before_one_is_written(tmp_path, monkeypatch):
+    check_room(tmp_path)
+    write(tmp_path, 1)
+    check_room(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 3})())
+    with pytest.raises(OSError, match="a checkpoint takes"):
+        check_room(tmp_path)
+
+
+class TestARunKilledBeforeItsFirstCheckpoint:
+    @pytest.fixture
+    def run_dir(self, tmp_path):
+        (tmp_path / "config.yaml").write_text("name: x\ntask: x\nseed: 0\nmodel:\n  path: auto\n")
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        (tmp_path / "checkpoints" / ".step_2.writing").mkdir(parents=True)
+        return tmp_path
+
+    def begins(self, run_dir, every=2, **changes):
+        return begins_again(replace(config(run_dir, **changes), checkpoint=CheckpointConfig(every=every)))
+
+    def test_begins_again(self, run_dir):
+        assert self.begins(run_dir)
+
+    def test_does_not_where_more_would_be_lost_than_a_checkpoint_promises(self, run_dir):
+        assert not self.begins(run_dir, every=1)
+        assert not self.begins(run_dir, every=0)
+
+    def test_does_not_over_results_of_another_run(self, run_dir):
+        assert not begins_again(replace(config(run_dir), name="y", checkpoint=CheckpointConfig(every=2)))
+
+    def test_does_not_unless_it_resumes_by_itself(self, run_dir):
+        assert not self.begins(run_dir, resume="never")
+
+    def test_does_not_over_a_finished_run(self, run_dir):
+        (run_dir / "export").mkdir()
+        assert not self.begins(run_dir)
 
 
 def test_only_the_newest_are_kept(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.config import AlgorithmConfig, SamplingConfig
+    from trainer.config import AlgorithmConfig, LearnerConfig, SamplingConfig
 
 GROUP_RELATIVE = ("grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce_pp_baseline")
 """Advantages that compare the rollouts of a prompt group."""
@@ -17,9 +17,10 @@ NEEDS_RATIO = ("gspo", "cispo", "sapo", "dppo", "topr")
 READS_CLIP_DUAL = ("ppo_clip", "gspo")
 
 
-def problem(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> str | None:
+def problem(algorithm: AlgorithmConfig, sampling: SamplingConfig, learner: LearnerConfig) -> str | None:
     """What is wrong with the first combination that cannot work, for people; ``None`` when all is well."""
-    for problems in (_bounds(algorithm), _not_built(algorithm), _correction(algorithm), _data(algorithm, sampling)):
+    several = learner.epochs * learner.minibatches > 1
+    for problems in (_bounds(algorithm), _correction(algorithm, several), _data(algorithm, sampling)):
         for found in problems:
             return found
     return None
@@ -50,6 +51,12 @@ def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"`algorithm.correction.{name}_low={low}` and `{name}_high={high}` must have the ratio 1 between them: "
                 "it belongs to a token on which both policies agree"
             )
+    kl = algorithm.kl
+    if kl.coefficient > 0 and kl.place == "loss" and kl.estimator == "k1":
+        yield (
+            "`algorithm.kl.estimator=k1` with `algorithm.kl.place=loss` has no effect: its gradient has mean zero. Use "
+            "`algorithm.kl.estimator=k2`, or `algorithm.kl.place=reward`"
+        )
     if correction.mask != "none" and correction.mask_low is None and correction.mask_high is None:
         yield (
             f"`algorithm.correction.mask={correction.mask}` leaves nothing out without a bound; set "
@@ -57,25 +64,8 @@ def _bounds(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _not_built(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.proximal == "recomputed":
-        yield (
-            "`algorithm.proximal=recomputed` is not built yet: the learner makes no pass before the first update; with "
-            "one update a batch `algorithm.proximal=current` is the same policy, and `log_linear` approximates it"
-        )
-    if algorithm.correction.second_moment is not None:
-        yield (
-            f"`algorithm.correction.second_moment={algorithm.correction.second_moment}` is not built yet: the learner "
-            "makes no pass over the whole batch before the first update; use `algorithm.correction.mask=token`"
-        )
-    if algorithm.kl.coefficient > 0:
-        yield (
-            f"`algorithm.kl.coefficient={algorithm.kl.coefficient}` is not built yet: the learner holds no reference "
-            "model; leave it at 0"
-        )
-
-
-def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _correction(algorithm: AlgorithmConfig, several: bool) -> Iterator[str]:
+    """``several``: whether a batch gets more than one update."""
     correction, objective, proximal = algorithm.correction, algorithm.objective, algorithm.proximal
     if proximal == "behaviour":
         for name, level in (("weight", correction.weight), ("mask", correction.mask)):
@@ -85,10 +75,17 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
                     f"`algorithm.correction.{name}={level}` it would be applied twice, to a ratio that is 1; use "
                     f"`algorithm.correction.{name}=none`"
                 )
-    if proximal == "current" and objective in NEEDS_RATIO:
+    if objective in NEEDS_RATIO and (proximal == "current" or (proximal == "recomputed" and not several)):
         yield (
-            f"`algorithm.objective={objective}` with `algorithm.proximal=current` has no effect: with one update a "
-            "batch its ratio is always 1. Use `algorithm.proximal=behaviour` with `algorithm.correction.weight=none`"
+            f"`algorithm.objective={objective}` with `algorithm.proximal={proximal}` has no effect: with "
+            f"{'whatever number of updates' if several else 'one update'} a batch its ratio is always 1. Use "
+            "`algorithm.proximal=behaviour` with `algorithm.correction.weight=none`"
+        )
+    if several and proximal == "current" and objective != "reinforce" and not algorithm.allow_uncorrected:
+        yield (
+            f"`algorithm.objective={objective}` with `algorithm.proximal=current` and several updates a batch "
+            "(`learner.epochs`, `learner.minibatches`) has no trust region: its ratio is 1 at every update and nothing "
+            "is clipped. Use `algorithm.proximal=recomputed`, or ask for it with `algorithm.allow_uncorrected=true`"
         )
     if proximal == "log_linear" and (correction.weight == "none" or objective == "reinforce"):
         yield (
@@ -112,7 +109,14 @@ def _data(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[str]
             f"`sampling.group_size=1`: the advantage `{algorithm.advantage}` compares the rollouts of a group, and one "
             "rollout has nothing to be compared with; use 2 or more, or `algorithm.advantage=reinforce_pp`"
         )
-    buffer = algorithm.filter.overlong_buffer
+    filters = algorithm.filter
+    if sampling.group_size == 1 and (filters.zero_variance or filters.refill):
+        key = "zero_variance=true" if filters.zero_variance else f"refill={filters.refill}"
+        yield (
+            f"`algorithm.filter.{key}` with `sampling.group_size=1` takes out every group: the rewards of one rollout "
+            "are always equal; leave it off, or use 2 or more"
+        )
+    buffer = filters.overlong_buffer
     if buffer > sampling.max_tokens:
         yield (
             f"`algorithm.filter.overlong_buffer={buffer}` is more than `sampling.max_tokens={sampling.max_tokens}`, "

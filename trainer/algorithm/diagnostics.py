@@ -30,6 +30,8 @@ COLUMNS = (
     "clipped_high",
     "truncated",
     "masked",
+    "reference_tokens",
+    "reference_k3",
 )
 """What is summed over the tokens of each age that have the loss mask set."""
 
@@ -94,6 +96,7 @@ def diagnostic_sums(batch: TokenBatch, loss: Tensor, objective: TokenLoss, corre
         "clipped_high": objective.clipped_high[seen].double(),
         "truncated": correction.truncated[seen].double(),
         "masked": correction.masked[seen].double(),
+        **_against_reference(batch),
     }
     table = torch.stack([columns[name] for name in COLUMNS], dim=1)
     age = batch.lags[seen].clamp(0, len(AGES) - 1)
@@ -103,8 +106,20 @@ def diagnostic_sums(batch: TokenBatch, loss: Tensor, objective: TokenLoss, corre
     return DiagnosticSums(sums, maximum)
 
 
-def diagnostic_metrics(total: DiagnosticSums) -> dict[str, float]:
-    """The metrics of the whole batch from its combined sums.
+def _against_reference(batch: TokenBatch) -> dict[str, Tensor]:
+    """The columns of KL(current || reference) by the k3 estimator; zeros where the batch carries no reference."""
+    logprobs = batch.logprobs[batch.loss_mask].double()
+    if batch.reference_logprobs is None:
+        return dict.fromkeys(("reference_tokens", "reference_k3"), torch.zeros_like(logprobs))
+    log_ratio = logprobs - batch.reference_logprobs[batch.loss_mask].double()
+    k3 = (-log_ratio).clamp(max=_EXPONENT_LIMIT).exp() - 1.0 + log_ratio
+    return {"reference_tokens": torch.ones_like(logprobs), "reference_k3": k3}
+
+
+def diagnostic_metrics(total: DiagnosticSums, updates: int = 1) -> dict[str, float]:
+    """The metrics of the whole batch from its combined sums, over ``updates`` optimizer updates.
+
+    ``policy/loss`` is the mean over the updates; everything else is over all tokens of all of them.
 
     ``mismatch/*`` compares the behaviour policy (which sampled) with the current policy on the sampled tokens:
     ``kl`` and ``k3_kl`` estimate KL(behaviour || current) (estimators k1 and k3 of Schulman's note on approximating
@@ -112,7 +127,7 @@ def diagnostic_metrics(total: DiagnosticSums) -> dict[str, float]:
     unclamped ratios as a share of the tokens, ``(sum w)^2 / (n sum w^2)``. ``by_lag/*`` is the same by token age, for
     the ages that occur. Only ``policy/loss`` is reported when no token was trained.
     """
-    metrics = {"policy/loss": total.loss}
+    metrics = {"policy/loss": total.loss / updates}
     by_age = total.sums[1:-BINS].reshape(len(AGES), len(COLUMNS))
     tokens = by_age[:, 0].sum().item()
     if tokens == 0:
@@ -134,6 +149,7 @@ _HEADS = {
     "clip_fraction_high": "policy",
     "correction_truncated_fraction": "policy",
     "correction_masked_fraction": "policy",
+    "reference_kl": "policy",
 }
 """Where a metric of the whole batch stands if not under ``mismatch``."""
 
@@ -154,7 +170,7 @@ def _means(sums: Tensor, maximum: Tensor) -> dict[str, float]:
         "logprob_abs_diff_max": maximum.item(),
         "ratio_mean": s["ratio"] / tokens,
         "ess": s["ratio"] ** 2 / (tokens * squares) if squares > 0 else 0.0,
-    }
+    } | ({"reference_kl": s["reference_k3"] / s["reference_tokens"]} if s["reference_tokens"] else {})
 
 
 def _histogram(log_ratio: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def keep_group(rewards: Sequence[float | None]) -> bool:
     """Whether a group teaches a group-relative advantage anything: two scored rollouts whose rewards differ.
 
     The decision of DAPO's dynamic sampling (arXiv:2503.14476, equation 11), which refills the batch with other groups
-    until all of its groups do. ``None`` stands for a rollout without a reward.
+    (``algorithm.filter.refill``). ``None`` stands for a rollout without a reward.
     """
     scored = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
     return len(set(scored)) > 1

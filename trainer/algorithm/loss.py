@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def learns_without_advantage(algorithm: AlgorithmConfig) -> bool:
     """Whether a token with advantage 0 can change the loss; a user's own objective is not known well enough."""
-    return algorithm.entropy_bonus != 0 or algorithm.kl.coefficient != 0 or "." in algorithm.objective
+    kl_in_loss = algorithm.kl.coefficient != 0 and algorithm.kl.place == "loss"
+    return algorithm.entropy_bonus != 0 or kl_in_loss or "." in algorithm.objective
 
 
 def policy_loss(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from trainer.batching import MicroBatch
+    from trainer.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +48,6 @@ def token_batch(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> TokenBa
         group=micro.group,
         lags=micro.lags,
         entropy=entropy,
+        proximal_logprobs=micro.proximal_logprobs,
+        reference_logprobs=micro.reference_logprobs,
     )

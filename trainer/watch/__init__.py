@@ -13,7 +13,7 @@ from generator.rollout import Group
 from trainer.config import Config
 from trainer.watch.console import Console, ConsoleLogHandler
 from trainer.watch.lines import TABLE_COLUMNS, table_rows
-from trainer.watch.metrics import PushRecord, RunningTotals, step_metrics
+from trainer.watch.metrics import PushRecord, RunningTotals, evaluation_summary, step_metrics
 from trainer.watch.run_folder import RunFolder, RunFolderError
 from trainer.watch.trace import Trace
 from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
@@ -31,7 +31,8 @@ _ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed":
 class Watch:
     """Everything that is shown or written about a run. The run tells it what happens; it decides nothing.
 
-    ``resume_step`` is the last step contained in the checkpoint that the run continues, or ``None`` for a fresh run.
+    ``resume_step`` is the last step contained in the checkpoint that the run continues, 0 for a run that begins again
+    in its folder, or ``None`` for a fresh run.
     Raises :class:`RunFolderError` before anything is written when the run folder belongs to another run.
     """
 
@@ -56,7 +57,7 @@ class Watch:
         self._closed = False
         self._warned = False
         self.console.start(f"Midflight: {config.name}, {config.steps} steps")
-        self.source("run folder", str(self.run_dir), f"continued after step {resume_step}" if resume_step else "")
+        self.source("run folder", str(self.run_dir), _beginning(resume_step))
         self._wandb = WandbLog(
             config.logger.wandb, self.run_dir, settings, lambda mode, why: self.source("wandb", mode, why)
         )
@@ -95,6 +96,12 @@ class Watch:
         for name, start, seconds in record.phases:
             self.trace.complete("push", name, start, seconds)
 
+    def skipped(self, step: int, reason: str, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
+        """An update of the step was skipped for ``reason``: count it and keep its batch, as :meth:`step` takes it."""
+        self.count("steps/skipped", 1)
+        path = self._folder.write_rollouts(step, groups, advantages, skipped=reason)
+        logger.warning("step %d: an update was skipped: %s (the batch is in %s)", step, reason, path)
+
     def step(
         self,
         step: int,
@@ -132,6 +139,16 @@ class Watch:
         self._wandb.step({"step": step, **full}, table)
         return full
 
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Write and show an evaluation, on the axis of steps. Blocks for a file write, not for wandb."""
+        self._folder.append_evaluation(version, metrics)
+        self.console.evaluation(version, metrics)
+        self._wandb.step({"step": version, **metrics})
+
+    def evaluated(self, version: int) -> bool:
+        """Whether the version was evaluated, before a restart for example."""
+        return version in self._folder.evaluations
+
     def _warn_of_no_signal(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once, when nothing can be learned because no response comes to its end: zeros look like any other run."""
         cut = metrics.get("completions/truncated_fraction") == 1.0
@@ -153,6 +170,7 @@ class Watch:
                 "policy_version": self._version,
                 "wall_seconds": round(self._earlier_seconds + time.monotonic() - self._started, 3),
                 **self._totals.summary(),
+                **evaluation_summary(self._folder.evaluations),
             }
         return summary | ({"error": error} if error else {})
 
@@ -187,6 +205,12 @@ class Watch:
             self._version = state["version"]
             self._earlier_seconds = state["wall_seconds"]
             self._generated_at_step = self._totals.counts["tokens/generated"]
+
+
+def _beginning(resume_step: int | None) -> str:
+    if resume_step is None:
+        return ""
+    return f"continued after step {resume_step}" if resume_step else "begun again: it ended before its first checkpoint"
 
 
 def _due(step: int, every: int) -> bool:

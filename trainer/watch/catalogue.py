@@ -51,13 +51,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/queue_max", "versions", "the same, largest"),
     Metric("staleness/masked_fraction", "fraction", "sampled tokens of the step that the loss does not see"),
     Metric("policy/version", "version", "learner version when it took the batch"),
-    Metric("policy/loss", "loss", "the objective that was minimised"),
+    Metric("policy/loss", "loss", "the objective that was minimised, mean over the updates of the batch"),
     Metric("policy/entropy", "nats", "entropy of the current policy per trained token"),
     Metric("policy/clip_fraction_low", "fraction", "trained tokens clipped at the lower bound"),
     Metric("policy/clip_fraction_high", "fraction", "trained tokens clipped at the upper bound"),
     Metric("policy/correction_truncated_fraction", "fraction", "trained tokens whose importance weight was truncated"),
     Metric("policy/correction_masked_fraction", "fraction", "trained tokens that the correction's mask left out"),
-    Metric("policy/grad_norm", "norm", "gradient norm before clipping"),
+    Metric("policy/grad_norm", "norm", "gradient norm before clipping, mean over the updates of the batch"),
+    Metric("policy/updates", "updates", "optimizer updates made on the batch"),
+    Metric("policy/skipped_updates", "updates", "updates not made because loss or gradient was not finite"),
+    Metric("policy/second_moment_masked_fraction", "fraction", "tokens that algorithm.correction.second_moment drops"),
+    Metric("policy/reference_kl", "nats", "KL of the current policy against the reference model, by the k3 estimator"),
+    Metric("policy/kl_penalty_mean", "reward", "reward taken from a rollout for leaving the reference model, mean"),
     Metric("policy/learning_rate", "rate", "learning rate of the step"),
     Metric("mismatch/kl", "nats", "behaviour against current policy: mean of log(behaviour) - log(current)"),
     Metric("mismatch/k3_kl", "nats", "the same by the k3 estimator, never negative"),
@@ -71,6 +76,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("by_lag/<lag>/token_fraction", "fraction", "trained tokens whose version is this much older: 0, 1, 2, ..."),
     Metric("by_lag/<lag>/<metric>", "", "a `mismatch` or `policy` metric over the tokens of this lag alone"),
     Metric("filter/zero_variance_rollouts", "rollouts", "rollouts left out because their group's rewards are equal"),
+    Metric("filter/replaced_groups", "groups", "groups with equal rewards in whose place others were sampled"),
     Metric("filter/overlong_rollouts", "rollouts", "rollouts left out because they were cut at the response budget"),
     Metric("filter/overlong_penalty_mean", "reward", "reward taken from a rollout for its length, mean"),
     Metric("push/version", "version", "newest version published since the previous step"),
@@ -105,15 +111,54 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/learner_seconds", "seconds", "the learner waited for a batch"),
 )
 
+EVALUATION: tuple[Metric, ...] = (
+    Metric("eval/reward_mean", "reward", "mean reward of the held-out rollouts that have one"),
+    Metric("eval/reward_std", "reward", "its standard deviation over all of them"),
+    Metric("eval/pass@<k>", "fraction", "chance that one of k rollouts of a prompt has evaluation.pass_reward or more"),
+    Metric("eval/prompts", "prompts", "held-out prompts"),
+    Metric("eval/excluded", "rollouts", "rollouts without a reward"),
+    Metric("eval/reward/<cause>", "values", "values of reward functions, or episodes, without a reward, by cause"),
+    Metric("eval/length_mean", "tokens", "mean response length"),
+    Metric("eval/truncated_fraction", "fraction", "rollouts cut at the response budget"),
+    Metric("eval/seconds", "seconds", "from the first request to the last reward, beside training"),
+)
+"""The keys of ``evaluations.jsonl``."""
+
+SUMMARY: tuple[Metric, ...] = (
+    Metric("status", "", "done, failed or interrupted"),
+    Metric("error", "", "of a failed run: its first cause; the whole story is in error.txt"),
+    Metric("steps", "steps", "batches learned from"),
+    Metric("policy_version", "version", "version published last"),
+    Metric("wall_seconds", "seconds", "from start to end, over all starts of the run"),
+    Metric("reward/first10_mean", "reward", "mean of reward/mean over the first 10 steps"),
+    Metric("reward/last10_mean", "reward", "the same over the last 10 steps"),
+    Metric("tokens/generated", "tokens", "of finished rollouts; at a run's end trained + expired + lost"),
+    Metric("tokens/trained", "tokens", "those that the loss saw"),
+    Metric("tokens/expired", "tokens", "those too old to be learned from (staleness.max_versions)"),
+    Metric("tokens/lost", "tokens", "those of rollouts without a reward"),
+    Metric("rollouts/finished", "rollouts", "rollouts that came to an end, learned from or not"),
+    Metric("rollouts/resumed", "rollouts", "those of them that were submitted to an engine more than once"),
+    Metric("rollouts/failed", "rollouts", "those of them given up after engine.rollout_tries"),
+    Metric("steps/skipped", "steps", "steps with an update that was skipped: its loss or gradient was not finite"),
+    Metric("checkpoints/failed", "checkpoints", "checkpoints that could not be written while the run went on"),
+    Metric("eval/last_reward_mean", "reward", "eval/reward_mean of the last evaluation; absent without any"),
+    Metric("eval/best_reward_mean", "reward", "the same of the best one"),
+    Metric("eval/best_version", "version", "the version that was evaluated best, the newest of equals"),
+    Metric("push/count", "pushes", "pushes, the first version's and those for engines that joined included"),
+    Metric("push/pause_seconds_mean", "seconds", "how long a push paused generation, mean"),
+)
+"""The keys of ``summary.json``; totals that are not here are those of the metric of their name."""
+
+_DESCRIBED = (*METRICS, *EVALUATION)
 _PATTERNS = [
-    re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", metric.name))) for metric in METRICS
+    re.compile("[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", metric.name))) for metric in _DESCRIBED
 ]
 
 
 def find(name: str) -> Metric | None:
     """The entry that describes ``name``: the exact one first, else one with a placeholder, else ``None``."""
-    exact = (metric for metric in METRICS if metric.name == name)
-    placeholders = (metric for metric, pattern in zip(METRICS, _PATTERNS, strict=True) if pattern.fullmatch(name))
+    exact = (metric for metric in _DESCRIBED if metric.name == name)
+    placeholders = (metric for metric, pattern in zip(_DESCRIBED, _PATTERNS, strict=True) if pattern.fullmatch(name))
     return next(exact, None) or next(placeholders, None)
 
 
@@ -122,7 +167,7 @@ def unknown(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if find(name) is None)
 
 
-def markdown() -> str:
-    """The catalogue as a Markdown table, for the documentation."""
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"
+def markdown(metrics: Iterable[Metric] = METRICS) -> str:
+    """The catalogue, or some entries, as a Markdown table for the documentation."""
+    rows = [f"| `{metric.name}` | {metric.unit or '-'} | {metric.meaning} |" for metric in metrics]
+    return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows]) + "\n"

@@ -22,7 +22,17 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from trainer.watch.lines import TABLE_COLUMNS, cell, duration, number, question, shorten, step_line, summary_lines
+from trainer.watch.lines import (
+    TABLE_COLUMNS,
+    cell,
+    duration,
+    evaluation_line,
+    number,
+    question,
+    shorten,
+    step_line,
+    summary_lines,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +140,10 @@ class Console:
                 )
                 numbers = f"reward {reward}  staleness {staleness}  {rate} tok/s"
                 self._progress.update(self._task, completed=step, numbers=numbers, refresh=True)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """The line of an evaluation."""
+        self._print(evaluation_line(version, metrics))
 
     def table(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Completions of a step, with the columns of :data:`~trainer.watch.lines.TABLE_COLUMNS`."""

@@ -49,6 +49,20 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], width: int | 
     return line
 
 
+def evaluation_line(version: int, metrics: Mapping[str, float]) -> Text:
+    """The line of an evaluation."""
+    passes = [name for name in metrics if name.startswith("eval/pass@")]
+    parts = [
+        f"evaluation of version {version}",
+        f"reward {number(metrics, 'eval/reward_mean', '.3f')} ±{number(metrics, 'eval/reward_std', '.2f')}",
+        *(f"{name.removeprefix('eval/')} {number(metrics, name, '.3f')}" for name in passes),
+        f"{number(metrics, 'eval/prompts', '.0f')} prompts in {number(metrics, 'eval/seconds', '.1f')} s",
+    ]
+    line = Text("  ".join(parts), style="bold")
+    line.highlight_regex(r"reward +-?[\d.]+", "green")
+    return line
+
+
 def table_rows(groups: Sequence[Group], advantages: Sequence[Sequence[float]], rows: int) -> list[list[Any]]:
     """Up to ``rows`` rollouts for a table, of as many prompts as there are; best and worst of a group first."""
     ranked = []
@@ -80,6 +94,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         short = summary["steps"] <= REWARD_WINDOW  # the two windows are then the same
         lines.append(("reward", f"{first:.3f} on average" if short else
                                 f"{first:.3f} in the first 10 steps, {last:.3f} in the last 10"))  # fmt: skip
+    if "eval/best_version" in summary:
+        last, best = summary["eval/last_reward_mean"], summary["eval/best_reward_mean"]
+        what = f"reward {last:.3f} in the last one, {best:.3f} in the best, of version {summary['eval/best_version']}"
+        lines.append(("evaluation", what))
     ends = ", ".join(f"{summary[f'tokens/{end}']:,} {end}" for end in ("generated", "trained", "expired", "lost"))
     lines.append(("tokens", ends + (" (no reward)" if summary["tokens/lost"] else "")))
     lines.append(("rollouts", f"{summary['rollouts/finished']:,} finished, "

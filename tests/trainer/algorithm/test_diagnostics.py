@@ -79,8 +79,20 @@ def test_the_same_is_told_by_token_age_for_the_ages_that_occur():
     assert metrics["by_lag/3_or_more/correction_masked_fraction"] == 1.0
 
 
+def test_the_divergence_from_a_reference_is_told_where_there_is_one():
+    metrics = diagnostic_metrics(sums(reference_logprobs=BATCH.logprobs + 1.0))
+    assert metrics["policy/reference_kl"] == pytest.approx(math.e - 2.0)
+    assert metrics["by_lag/1/reference_kl"] == pytest.approx(math.e - 2.0)
+    assert "policy/reference_kl" not in diagnostic_metrics(sums())
+
+
+def test_the_loss_of_several_updates_is_their_mean_and_the_rest_is_over_all_their_tokens():
+    two = diagnostic_metrics(sums() + sums(), updates=2)
+    assert two == pytest.approx(diagnostic_metrics(sums()))
+
+
 def test_every_metric_is_in_the_catalogue():
-    assert not unknown(diagnostic_metrics(sums()))
+    assert not unknown(diagnostic_metrics(sums(reference_logprobs=BATCH.logprobs)))
 
 
 def test_identical_policies_have_no_mismatch_and_a_full_effective_sample_size():

@@ -9,8 +9,9 @@ from trainer.algorithm.aggregation import AGGREGATIONS
 from trainer.algorithm.diagnostics import diagnostic_metrics, zero_sums
 from trainer.algorithm.loss import learns_without_advantage, policy_loss
 from trainer.algorithm.tokens import token_batch
-from trainer.batching import TrainRollout, build_micro_batch, plan_micro_batches
+from trainer.batching import TrainRollout, plan_micro_batches
 from trainer.config import AlgorithmConfig
+from trainer.micro_batch import build_micro_batch
 
 VERSION = 5
 

@@ -59,6 +59,14 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+def test_a_batch_with_a_skipped_update_has_a_file_of_its_own_with_the_reason_in_every_line(tmp_path, scored, group):
+    folder = RunFolder(tmp_path)
+    path = folder.write_rollouts(4, [group(scored(1.0), scored(0.0))], [[0.5, -0.5]], skipped="the loss is nan")
+    assert path.name == "skipped_step_4.jsonl"
+    assert [row["skipped"] for row in lines_of(path)] == ["the loss is nan"] * 2
+    assert "skipped" not in lines_of(folder.write_rollouts(4, [group(scored(1.0))], [[0.0]]))[0]
+
+
 def test_advantages_of_another_shape_are_refused(tmp_path, scored, group):
     with pytest.raises(ValueError, match="zip"):
         RunFolder(tmp_path).write_rollouts(1, [group(scored(1.0), scored(0.0))], [[0.5]])
@@ -111,6 +119,7 @@ def test_a_resumed_run_does_its_lost_steps_again_once(tmp_path, scored, group):
     for step in (1, 2, 3):
         folder.append_metrics(step, {})
         folder.write_rollouts(step, [group(scored(1.0))], [[0.0]])
+    folder.write_rollouts(3, [group(scored(1.0))], [[0.0]], skipped="the loss is nan")
     folder.write_summary({"status": "interrupted"})
     folder.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:

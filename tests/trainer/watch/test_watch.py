@@ -9,7 +9,7 @@ import time
 import pytest
 
 from trainer.config import Config
-from trainer.watch import PushRecord, RunFolderError, Watch
+from trainer.watch import PushRecord, RunFolderError, Watch, catalogue
 
 
 @pytest.fixture
@@ -37,11 +37,13 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
     stream = io.StringIO()
     watch = Watch(config, stream=stream)
     watch.begin()
+    watch.evaluation(0, {"eval/reward_mean": 0.25, "eval/pass@1": 0.2})
     run_steps(watch, (1, 2), scored, group)
     watch.close("done")
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
         "config.yaml",
+        "evaluations.jsonl",
         "metrics.jsonl",
         "rollouts",
         "summary.json",
@@ -51,12 +53,9 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
     assert [row["step"] for row in metrics(folder)] == [1, 2]
     assert metrics(folder)[1]["push/version"] == 2
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary.keys() == {
-        "status", "steps", "policy_version", "wall_seconds", "reward/first10_mean", "reward/last10_mean",
-        "tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished", "rollouts/resumed",
-        "push/count", "push/pause_seconds_mean", "rollouts/failed", "rollouts/moved", "rollouts/restarted",
-        "engines/lost", "engines/restarted", "rollouts/stalled", "tokens/cached", "tokens/surplus",
-    }  # fmt: skip
+    described = {metric.name for metric in catalogue.SUMMARY} - {"error"}
+    assert described < summary.keys()
+    assert catalogue.unknown(summary.keys() - described) == []
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", 2, 2)
     assert summary["tokens/generated"] == summary["tokens/trained"] == 16
     assert "some completions" in stream.getvalue()
@@ -73,6 +72,31 @@ def test_throughput_of_a_step_counts_only_what_finished_since_the_step_before(co
     assert first["throughput/generated_tokens_per_second"] > 0
     assert second["throughput/generated_tokens_per_second"] == 0
     watch.close("done")
+
+
+def test_a_skipped_update_is_counted_and_said_and_its_batch_is_kept(tmp_path, config, scored, group, caplog):
+    watch = Watch(config, stream=io.StringIO())
+    watch.skipped(3, "the loss is nan", [group(scored(1.0))], [[0.5]])
+    summary = watch.close("done")
+    assert summary["steps/skipped"] == 1
+    assert (tmp_path / "run" / "rollouts" / "skipped_step_3.jsonl").is_file()
+    assert "step 3: an update was skipped: the loss is nan" in caplog.text
+
+
+def test_evaluations_are_shown_summed_up_and_known_to_a_run_that_continues(tmp_path, config, scored, group):
+    stream = io.StringIO()
+    watch = Watch(config, stream=stream)
+    run_steps(watch, (1, 2, 3), scored, group)
+    for version, reward in ((0, 0.1), (2, 0.7), (3, 0.4)):
+        watch.evaluation(version, {"eval/reward_mean": reward, "eval/pass@1": reward, "eval/prompts": 8.0})
+    summary = watch.close("interrupted")
+    assert (summary["eval/last_reward_mean"], summary["eval/best_reward_mean"]) == (0.4, 0.7)
+    assert summary["eval/best_version"] == 2
+    assert "evaluation of version 2  reward 0.700" in stream.getvalue()
+    assert "pass@1 0.700  8 prompts" in stream.getvalue()
+    again = Watch(config, resume_step=2, stream=io.StringIO())
+    assert [again.evaluated(version) for version in (0, 1, 2, 3)] == [True, False, True, False]
+    assert again.close("interrupted")["eval/last_reward_mean"] == 0.7
 
 
 def test_a_failed_run_names_its_error_in_the_summary_and_on_the_screen(tmp_path, config):

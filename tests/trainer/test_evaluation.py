@@ -1,0 +1,126 @@
+"""Evaluations beside training, with parts that have no model behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from generator.rollout import Prompt, Rollout, ScoredRollout
+from tests.trainer.loop_doubles import Engines, Rewards, Watch, parts
+from trainer.episodes import SingleTurn
+from trainer.evaluation import EvaluationError, Evaluations, Evaluator, evaluation_metrics
+from trainer.loop import train
+
+HELD_OUT = [Prompt(number, (1, 2), f"{number}?", {}) for number in range(5)]
+
+
+def scored(*rewards: float | None) -> list[ScoredRollout]:
+    rollout = Rollout("r", (1,), (5, 6), (-1.0, -1.0), (3, 3), (True, True), "stop")
+    return [ScoredRollout(rollout, "", reward, {}) for reward in rewards]
+
+
+def evaluator(engines: Any, rollouts: int = 2) -> Evaluator:
+    return Evaluator(HELD_OUT, SingleTurn(engines, Rewards(), str, Watch()), rollouts, pass_reward=1.0)
+
+
+def run_with(engines: Any, every: int, steps: int = 6, **changes: Any) -> tuple[Any, dict[int, dict[str, float]]]:
+    found: dict[int, dict[str, float]] = {}
+
+    def report(version: int, metrics: dict[str, float]) -> None:
+        assert version not in found
+        found[version] = metrics
+
+    evaluations = Evaluations(evaluator(engines), every, last=steps, report=report, **changes)
+    return parts(steps=steps, engines=engines, evaluations=evaluations), found
+
+
+@pytest.mark.parametrize(("every", "versions"), [(1, [0, 1, 2, 3, 4, 5, 6]), (4, [0, 4, 6]), (0, [])])
+async def test_versions_are_evaluated_at_their_interval_and_the_last_one_too(every, versions):
+    run, found = run_with(Engines(), every)
+    await asyncio.wait_for(train(run), timeout=60)
+    assert list(found) == versions
+    assert run.watch.steps == [1, 2, 3, 4, 5, 6]
+
+
+async def test_an_evaluation_is_of_one_version_however_slow_it_is_and_training_goes_on_beside_it():
+    """The double's tokens have the version of their moment, so a push in the middle would be found."""
+    seen: list[int] = []
+
+    class Slow(Engines):
+        async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
+            held_out = rollouts[0].id.startswith("evaluation")
+            for _ in range(200 if held_out else 0):
+                await asyncio.sleep(0)
+            if held_out:
+                seen.append(len(run.learner.batches))
+            return await super().generate(rollouts)
+
+    run, found = run_with(Slow(), every=1)
+    await asyncio.wait_for(train(run), timeout=60)
+    assert list(found) == [0, 1, 2, 3, 4, 5, 6]
+    of_version_0 = seen[: len(HELD_OUT)]
+    assert max(of_version_0) == 1, "the first batch is learned from while version 0 is evaluated, and no other"
+
+
+async def test_tokens_of_another_version_are_an_error_not_a_result():
+    engines = Engines(version=3)
+    with pytest.raises(EvaluationError, match=r"version 2 has tokens of \[3\]"):
+        await evaluator(engines).run(2)
+
+
+async def test_an_error_of_an_evaluation_ends_the_run():
+    engines = Engines()
+    run, _ = run_with(engines, every=1)
+    run.evaluations.evaluator = evaluator(Engines(version=9))
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(train(run), timeout=60)
+    assert raised.group_contains(EvaluationError)
+
+
+async def test_what_was_reported_before_a_restart_is_not_evaluated_again():
+    run, found = run_with(Engines(), every=2, reported=lambda version: version in (0, 4))
+    await asyncio.wait_for(train(run), timeout=60)
+    assert list(found) == [2, 6]
+
+
+async def test_with_no_engine_left_an_evaluation_is_given_up_so_that_a_push_can_bring_weights(caplog, monkeypatch):
+    monkeypatch.setattr("trainer.evaluation.LOOK_SECONDS", 0.01)
+
+    class Dead(Engines):
+        async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    evaluations = Evaluations(evaluator(Dead()), every=1, serving=lambda: 0)
+    evaluations.begin(4)
+    await asyncio.wait_for(evaluations.ended(), timeout=10)
+    assert "version 4 is given up" in caplog.text
+    await asyncio.wait_for(evaluations.ended(), timeout=10)
+
+
+def test_pass_at_k_is_the_share_of_k_rollouts_of_which_one_passes():
+    rewards = [1.0, 0.0, 0.2, 1.5]
+    metrics = evaluation_metrics([scored(*rewards)], pass_reward=1.0)
+    for k in (1, 2, 4):
+        chosen = list(itertools.combinations(rewards, k))
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(sum(max(some) >= 1.0 for some in chosen) / len(chosen))
+    assert "eval/pass@8" not in metrics
+
+
+def test_what_has_no_reward_is_excluded_and_never_counts_as_wrong():
+    metrics = evaluation_metrics([scored(1.0, None), scored(None, None), scored(0.0, 1.0)], pass_reward=1.0)
+    assert metrics["eval/reward_mean"] == pytest.approx(2 / 3)
+    assert metrics["eval/excluded"] == 3
+    assert metrics["eval/prompts"] == 3
+    assert metrics["eval/pass@1"] == pytest.approx((1.0 + 0.5) / 2)
+    assert metrics["eval/pass@2"] == 1.0
+
+
+def test_an_evaluation_without_any_reward_has_no_mean_instead_of_zero():
+    metrics = evaluation_metrics([scored(None)], pass_reward=1.0)
+    assert math.isnan(metrics["eval/reward_mean"])
+    assert "eval/pass@1" not in metrics

@@ -1,0 +1,109 @@
+"""The checkpoints of a run as folders on a disk: which there are, whether one is whole, how one gets into its place.
+
+A checkpoint is written beside its place, made durable, listed in ``files.json`` and renamed. So at any moment, also
+when the machine loses its power, what stands under the name of a checkpoint is whole, or can be told from a whole one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+STATE_FILE = "state.json"
+FILES_FILE = "files.json"
+"""The size of every other file of the checkpoint, in bytes, by its path in it."""
+
+
+def checkpoint_path(run_dir: str | Path, step: int) -> Path:
+    """The folder of the checkpoint after ``step`` optimizer steps."""
+    return Path(run_dir).absolute() / "checkpoints" / f"step_{step}"
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = {}
+    for path in (Path(run_dir).absolute() / "checkpoints").glob("step_*"):
+        match = re.fullmatch(r"step_(\d+)", path.name)
+        if match and (path / STATE_FILE).is_file():
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def torn(checkpoint: Path) -> str | None:
+    """What of a checkpoint is missing or has another size than was written; ``None`` when it is whole.
+
+    One from before files were listed counts as whole.
+    """
+    listing = checkpoint / FILES_FILE
+    if not listing.exists():
+        return None
+    try:
+        sizes = json.loads(listing.read_text(encoding="utf-8"))
+        for name, size in sizes.items():
+            file = checkpoint / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes, {size} were written"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{FILES_FILE} cannot be read ({error})"
+    return None
+
+
+def check_room(run_dir: str | Path) -> None:
+    """Raise ``OSError`` when the disk has no room for another checkpoint of the size of the newest there is.
+
+    Asked beforehand: a rank that finds the disk full in the middle of a save leaves the others alone in a collective.
+    """
+    if not (found := checkpoints(run_dir)):
+        return
+    needed = sum(path.stat().st_size for path in found[-1].rglob("*") if path.is_file())
+    free = shutil.disk_usage(run_dir).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{free >> 20} MiB are free and a checkpoint takes {needed >> 20} MiB", str(run_dir)
+        )
+
+
+def move_into_place(temporary: Path, final: Path, keep: int) -> None:
+    """Make the checkpoint in ``temporary`` durable, move it to ``final``, and drop all but the newest ``keep``.
+
+    Checkpoints of later steps belong to a branch that this run left when it continued from an older one.
+    """
+    files = [path for path in temporary.rglob("*") if path.is_file()]
+    sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
+    (temporary / FILES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    folders = [path for path in temporary.rglob("*") if path.is_dir()]
+    for path in (*files, temporary / FILES_FILE, *folders, temporary):
+        _flush(path)
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    _flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    everything = checkpoints(final.parent.parent)
+    current = everything.index(final) + 1
+    for old in [*everything[: max(0, current - keep)], *everything[current:]]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back_replaced(run_dir: str | Path) -> None:
+    """Undo a replacement that a kill cut in two: the older checkpoint of the step gets its name again."""
+    for path in (Path(run_dir).absolute() / "checkpoints").glob(".step_*.replaced"):
+        final = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
+        if not final.exists():
+            path.rename(final)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,156 @@
+"""Evaluation: held-out prompts, sampled and scored under exactly one policy version, while training goes on.
+
+An evaluation begins right behind the push of its version and holds the next push until it has ended. Until then the
+learner trains and the engines generate for training too, so it costs what its own tokens cost, and at most the wait of
+one push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from generator.rollout import Prompt, Rollout, ScoredRollout
+from trainer.episodes import EpisodeSource
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often a push that waits for an evaluation looks whether there is still an engine to end it."""
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation that belongs to no single version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a version on ``prompts``: ``rollouts`` of each, of which a reward of ``pass_reward`` and more passes.
+
+    ``episodes`` samples and scores, with the evaluation's own sampling; its counts are not those of training.
+    """
+
+    prompts: Sequence[Prompt]
+    episodes: EpisodeSource
+    rollouts: int
+    pass_reward: float
+
+    async def run(self, version: int) -> dict[str, float]:
+        """Sample and score everything under ``version``, which is published; the metrics.
+
+        Raises :class:`EvaluationError` when a token was sampled by another version.
+        """
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._sample(prompt, version)) for prompt in self.prompts]
+        scored = [task.result() for task in tasks]
+        for item in (item for items in scored for item in items):
+            if others := set(item.rollout.versions) - {version}:
+                raise EvaluationError(
+                    f"rollout {item.rollout.id} of the evaluation of version {version} has tokens of {sorted(others)}"
+                )
+        metrics = evaluation_metrics(scored, self.pass_reward)
+        counts = {f"eval/{name}": float(count) for name, count in self.episodes.take_counts().items()}
+        return metrics | counts | {"eval/seconds": time.monotonic() - started}
+
+    async def _sample(self, prompt: Prompt, version: int) -> tuple[ScoredRollout, ...]:
+        names = (f"evaluation-{version}-{prompt.id}-{member}" for member in range(self.rollouts))
+        return await self.episodes.sample(prompt, [Rollout(name, prompt.token_ids) for name in names], version)
+
+
+def evaluation_metrics(scored: Sequence[Sequence[ScoredRollout]], pass_reward: float) -> dict[str, float]:
+    """The metrics of an evaluation, of the scored rollouts of each prompt.
+
+    What has no reward is counted as excluded and nothing else. ``eval/pass@k`` is the chance that one of k rollouts of
+    a prompt passes, mean over the prompts with at least k scored rollouts, for k = 1, 2, 4, ...; the unbiased estimator
+    of Chen et al. (arXiv:2107.03374), equation 1.
+    """
+    rewards = [[item.reward for item in items if item.reward is not None] for items in scored]
+    everything = [reward for of_prompt in rewards for reward in of_prompt]
+    rollouts = [item.rollout for items in scored for item in items]
+    lengths = [rollout.sampled_tokens for rollout in rollouts]
+    metrics = {
+        "eval/reward_mean": float(np.mean(everything)) if everything else math.nan,
+        "eval/reward_std": float(np.std(everything)) if everything else math.nan,
+        "eval/prompts": float(len(scored)),
+        "eval/excluded": float(len(rollouts) - len(everything)),
+        "eval/length_mean": float(np.mean(lengths)) if lengths else math.nan,
+        "eval/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])) if rollouts else 0.0,
+    }
+    k = 1
+    while passes := [_pass_at(k, of_prompt, pass_reward) for of_prompt in rewards if len(of_prompt) >= k]:
+        metrics[f"eval/pass@{k}"] = float(np.mean(passes))
+        k *= 2
+    return metrics
+
+
+def _pass_at(k: int, rewards: Sequence[float], pass_reward: float) -> float:
+    failed = sum(reward < pass_reward for reward in rewards)
+    return 1.0 - math.comb(failed, k) / math.comb(len(rewards), k)
+
+
+def _nobody() -> int:
+    return 1
+
+
+def _unreported(version: int, metrics: dict[str, float]) -> None:
+    pass
+
+
+@dataclass
+class Evaluations:
+    """The evaluations of a run: which versions are evaluated, and the one that is going on. None without evaluator.
+
+    Every ``every``-th version is, and ``last``. ``serving`` says how many engines serve, ``report`` takes the metrics
+    of a version, and ``reported`` says whether it did so before a restart.
+    """
+
+    evaluator: Evaluator | None = None
+    every: int = 0
+    last: int = 0
+    serving: Callable[[], int] = _nobody
+    report: Callable[[int, dict[str, float]], None] = _unreported
+    reported: Callable[[int], bool] = lambda version: False
+    _version: int = field(default=0, init=False)
+    _running: asyncio.Task[dict[str, float]] | None = field(default=None, init=False)
+
+    def begin(self, version: int) -> None:
+        """``version`` has just been published: evaluate it if it is due. None may be going on."""
+        due = self.every > 0 and (version % self.every == 0 or version == self.last)
+        if self.evaluator is None or not due or self.reported(version):
+            return
+        assert self._running is None, "an evaluation ends before the next push"
+        self._version = version
+        self._running = asyncio.create_task(self.evaluator.run(version), name=f"evaluation of version {version}")
+
+    async def ended(self) -> None:
+        """Return when no evaluation is going on, its metrics reported: a push may change the weights. Raises its error.
+
+        With no engine left it is given up: engines that come need the weights of now, which the push brings.
+        """
+        if (running := self._running) is None:
+            return
+        while not running.done():
+            await asyncio.wait({running}, timeout=LOOK_SECONDS)
+            if not running.done() and self.serving() == 0:
+                logger.warning("the evaluation of version %d is given up: no engine serves it any more", self._version)
+                await self.give_up()
+                return
+        self._running = None
+        metrics = running.result()
+        await asyncio.to_thread(self.report, self._version, metrics)
+
+    async def give_up(self) -> None:
+        """End the one that is going on, if there is one, without a result."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
+            if not running.cancelled() and (error := running.exception()) is not None:
+                logger.warning("the evaluation of version %d failed: %r", self._version, error)
