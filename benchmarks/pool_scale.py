@@ -132,8 +132,6 @@ class LightEngine:
 
     async def swap(self, version: int) -> None: ...
 
-    async def prompt_logprobs(self, sequences: Any) -> None: ...
-
     async def confirm(self, *arguments: Any) -> None:
         self._engines.calls += 1
 
