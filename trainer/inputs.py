@@ -12,7 +12,7 @@ from trainer.config import Config
 from trainer.data import PromptStream, build_prompts
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
-from trainer.placement import device_kind, prompt_limit
+from trainer.placement import check_tensor_parallel, device_kind, prompt_limit
 from trainer.rewards import RewardPart, resolve_rewards
 
 
@@ -47,6 +47,7 @@ def load_inputs(config: Config) -> Inputs:
         device_kind=device_kind(config),
         dtype=config.model.dtype,
     )
+    check_tensor_parallel(config, model)
     tokenizer = load_tokenizer(model.path)
     prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=prompt_limit(config, model))
     stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
