@@ -40,13 +40,15 @@ class WeightReceiver:
         await self.llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
-        """Receive the weights that ``request`` announces."""
+        """Receive the weights that ``request`` announces: the whole update or, with ``ipc``, one bucket of it."""
         # Not at the top: it imports torch, and an engine's core must be on its way before anything slow is imported.
         from weight_sync.manifest import Manifest
 
         await self.llm.update_weights(request)
         info = request.update_info
-        self._received = Manifest.from_wire(info["names"], info["dtype_names"], info["shapes"])
+        arrived = Manifest.from_wire(info["names"], info["dtype_names"], info["shapes"])
+        before = self._received.entries if self._received is not None else ()
+        self._received = Manifest((*before, *arrived.entries))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Load what was received into the running model and label it."""

@@ -22,6 +22,7 @@ from trainer.placement import (
     engine_resources,
     engine_room,
     engine_settings,
+    learner_gpus,
     pool_settings,
     transfer_backend,
 )
@@ -87,6 +88,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         learner=config.learner,
         optimizer=config.optimizer,
         algorithm=replace(config.algorithm, sum_length=config.algorithm.sum_length or config.sampling.max_tokens),
+        gpus=learner_gpus(config),
     )
     return LearnerGroup(spec)
 

@@ -111,12 +111,25 @@ def _check_parallelism(config: Config) -> None:
             f"`learner.ranks={config.learner.ranks}` needs at least as many rollouts in a batch; "
             f"`batch.prompts={config.batch.prompts}` x `sampling.group_size={config.sampling.group_size}` is {rollouts}"
         )
-    if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
-        raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")
-    if config.hardware in ("gpu", "cluster") and config.weight_sync.backend == "gloo":
+    _check_backend(config)
+
+
+def _check_backend(config: Config) -> None:
+    backend, engine, ranks = config.weight_sync.backend, config.engine, config.learner.ranks
+    if config.hardware == "cpu" and backend in ("nccl", "ipc"):
+        raise ConfigError(
+            f"`weight_sync.backend={backend}` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`"
+        )
+    if config.hardware in ("gpu", "cluster") and backend == "gloo":
         raise ConfigError(
             f"`weight_sync.backend=gloo` is for CPU engines; with `hardware={config.hardware}` use "
             "`weight_sync.backend=nccl`"
+        )
+    if backend == "ipc" and (engine.count, engine.tensor_parallel, ranks) != (1, 1, 1):
+        raise ConfigError(
+            "`weight_sync.backend=ipc` is for one engine and one learner rank that share a GPU, but "
+            f"`engine.count={engine.count}`, `engine.tensor_parallel={engine.tensor_parallel}` and "
+            f"`learner.ranks={ranks}`; use `weight_sync.backend=nccl`"
         )
 
 
