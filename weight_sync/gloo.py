@@ -25,7 +25,7 @@ from weight_sync.digest import check_digests, digest, wire_bytes
 from weight_sync.group import GlooGroup, TransferGroupError, receive_buckets
 from weight_sync.manifest import Manifest, ManifestError, abridged
 from weight_sync.ranks import worker_rank
-from weight_sync.reload import LayerwiseUpdate
+from weight_sync.reload import LayerwiseUpdate, held_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         manifest = Manifest.from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
         if not manifest.entries:
             raise ManifestError("the announced update is empty")
+        if lines := manifest.foreign(held := held_dtypes(self.model, self.model_config)):
+            # vLLM would convert them without a word: rounded, or in a precision that the learner does not compute in.
+            raise ManifestError(
+                f"the engine holds weights in {', '.join(sorted(map(str, held)))}, and takes none in another dtype: "
+                f"{abridged(lines)}"
+            )
         if self._accepted is not None and (lines := self._accepted.difference(manifest)):
             raise ManifestError(f"the announced update differs from the first accepted one: {abridged(lines)}")
         return manifest

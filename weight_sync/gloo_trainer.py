@@ -61,6 +61,8 @@ class GlooTrainerWeightTransferEngine:
         sides: list[Future[Any]] = [joined, opened]
         wait(sides, return_when=FIRST_EXCEPTION)
         try:
+            if opened.done() and isinstance(lacking := opened.exception(), TransferGroupError) and lacking.absent:
+                raise lacking  # those that did come fail because of it, which says less
             for side in sides:
                 if side.done():
                     side.result()
