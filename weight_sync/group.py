@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
 
+from weight_sync.scratch import scratch
+
 ARRIVAL_SHARE = 0.8
 """Of the deadline: what members may take to arrive. So rank 0 can name those that have not before others give up."""
 
@@ -154,7 +156,7 @@ def receive_buckets(group: GlooGroup, sizes: Iterable[int]) -> Iterator[torch.Te
     """
     pending: Transfer | None = None
     for size in sizes:
-        started = group.broadcast(torch.empty(size, dtype=torch.uint8))
+        started = group.broadcast(scratch(size))
         if pending is not None:
             group.wait(pending)
             yield pending.tensor
