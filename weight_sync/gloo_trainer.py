@@ -130,6 +130,7 @@ class GlooTrainerWeightTransferEngine:
             if self.hashed:
                 digests += [digest(tensor) for tensor in tensors]  # while the bucket before this one travels
             yield pack(tensors)
+            del tensors, tensor  # else they are there beside the next bucket while that is gathered
         if (extra := next(stream, None)) is not None:
             raise ManifestError(f"the weight source yielded {extra[0]!r}, which it had not announced")
         if self.hashed:
