@@ -15,7 +15,8 @@ import torch
 
 def scratch(size: int) -> torch.Tensor:
     """``size`` bytes on the CPU, uint8 of shape ``[size]``, all zero. Freed with the last view of it."""
-    memory = mmap.mmap(-1, max(size, 1))
+    # Private: Python's default is memory shared with children, which is slower and has no huge pages.
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)  # five hundred times fewer page faults
