@@ -18,6 +18,8 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
 
 from weight_sync.scratch import scratch
 
+POLL_SECONDS = 0.0001
+"""Between two looks at a broadcast: a bucket takes a few milliseconds, and the next one waits for the look."""
 ARRIVAL_SHARE = 0.8
 """Of the deadline: what members may take to arrive. So rank 0 can name those that have not before others give up."""
 
@@ -94,7 +96,7 @@ class GlooGroup:
             check()
             if time.monotonic() > deadline:
                 raise TransferGroupError(f"a peer did not take part in a broadcast for {self.timeout:g} s")
-            time.sleep(0.0005)
+            time.sleep(POLL_SECONDS)
         if transfer.work is None:
             raise TransferGroupError("the transfer group was closed during a broadcast")
         try:
