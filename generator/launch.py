@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
+SEVERAL_WORKERS = "generator.executor.WorkersExecutor"
+"""The executor of an engine with several workers on one machine, by the path under which vLLM imports it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What an engine needs to start. Sizes in tokens unless the name says otherwise."""
@@ -41,7 +45,7 @@ class EngineSettings:
     block_size: int | None = None
     """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
     executor: str | None = None
-    """vLLM's ``distributed_executor_backend``; ``None``: vLLM chooses."""
+    """vLLM's ``distributed_executor_backend``, or the path of a class; ``None``: vLLM chooses."""
     prestart_core: bool = False
     """Whether the engine core's imports run beside the engine's, see ``generator.prestart``."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -57,7 +57,10 @@ class WeightReceiver:
         await self.llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
-        """Receive the weights that ``request`` announces. With staging they are not yet in the model then."""
+        """Receive the weights that ``request`` announces: the whole update or, with ``ipc``, one bucket of it.
+
+        With staging they are not yet in the model then.
+        """
         # Not at the top: it imports torch, and an engine's core must be on its way before anything slow is imported.
         from weight_sync.manifest import Manifest
 
@@ -65,11 +68,14 @@ class WeightReceiver:
         while self._staging and not all(await self.llm.collective_rpc("weight_update_staged")):  # noqa: ASYNC110
             await asyncio.sleep(STAGED_POLL_SECONDS)
         info = request.update_info
-        self._received = Manifest.from_wire(info["names"], info["dtype_names"], info["shapes"])
+        arrived = Manifest.from_wire(info["names"], info["dtype_names"], info["shapes"])
         if "num_updates_list" in info:  # a delta over vLLM's sparse engine lists only the tensors that changed
-            if self._whole is None or not set(self._received.entries) <= set(self._whole.entries):
+            if self._whole is None or not set(arrived.entries) <= set(self._whole.entries):
                 raise EngineError(f"{self.name} received a delta of weights that it does not hold")
             self._received = self._whole
+            return
+        before = self._received.entries if self._received is not None else ()
+        self._received = Manifest((*before, *arrived.entries))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Load what was received into the running model and label it."""

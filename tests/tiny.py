@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from trainer.learner_setup import LearnerSpec
 from trainer.placement import ONEDNN_PRIMITIVES
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
+from weight_sync.ranks import group_size, rank_offsets
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
 
@@ -103,44 +105,54 @@ def learner_spec(folder: Any, **changes: Any) -> LearnerSpec:
 
 
 class LoopClient:
-    """vLLM's weight sync client over an :class:`generator.engine.Engine` on this event loop, called from a thread."""
+    """vLLM's weight sync client over :class:`generator.engine.Engine` on this event loop, called from a thread."""
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engines: Sequence[Any], loop: asyncio.AbstractEventLoop) -> None:
         self.version: int | None = None
-        self._engine, self._loop = engine, loop
+        self.workers = [engine.settings.tensor_parallel for engine in engines]
+        self._engines, self._loop = engines, loop
 
-    def _run(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=120)
+    def _all(self, coroutines: Iterable[Any]) -> None:
+        """Side by side; the first error is raised at once, and the others go on."""
+
+        async def run() -> None:
+            await asyncio.gather(*coroutines)
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout=120)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._run(self._engine.init_weight_transfer_engine(InitRequest(init_info)))
+        requests = [InitRequest({**init_info, "rank_offset": offset}) for offset in rank_offsets(self.workers)]
+        joining = zip(self._engines, requests, strict=True)
+        self._all(engine.init_weight_transfer_engine(request) for engine, request in joining)
 
     def start_weight_update(self) -> None:
-        self._run(self._engine.start_weight_update())
+        self._all(engine.start_weight_update() for engine in self._engines)
 
     def update_weights(self, update_info: UpdatePayload) -> None:
-        self._run(self._engine.update_weights(UpdateRequest(update_info)))
+        self._all(engine.update_weights(UpdateRequest(update_info)) for engine in self._engines)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._run(self._engine.finish_weight_update(weight_version or str(self.version)))
+        self._all(engine.finish_weight_update(weight_version or str(self.version)) for engine in self._engines)
 
     def abandon(self, reason: str) -> None:
-        with contextlib.suppress(Exception):  # the expected answer
-            self._run(self._engine.update_weights(UpdateRequest({"abandoned": reason})))
+        for engine in self._engines:
+            with contextlib.suppress(Exception):  # the expected answer
+                self._all([engine.update_weights(UpdateRequest({"abandoned": reason}))])
 
 
 class ModuleLearner:
     """The learner's side of the push protocol over plain modules: ``model`` is what the next push sends.
 
-    ``sent``: what is sent in its place by a learner with a defect. ``staging``: where the engine holds it until a swap.
-    ``deltas``: only what changed is sent, as long as ``model`` stays the same object.
+    ``engines`` is one engine or several. ``sent``: what is sent in its place by a learner with a defect. ``staging``:
+    where engines hold it until a swap. ``deltas``: only what changed is sent, as long as ``model`` is the same object.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        engine: Any,
-        sent: torch.nn.Module | None = None,
+        engines: Any,
+        sent: torch.nn.Module | DeepSpeedSource | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         staging: StagingDevice | None = None,
         deltas: bool = False,
     ) -> None:
@@ -148,7 +160,8 @@ class ModuleLearner:
         self._deltas = deltas
         self._staging = staging
         self._sent = sent
-        self._engine = engine
+        self._engines = engines if isinstance(engines, Sequence) else [engines]
+        self._bucket_bytes = bucket_bytes
         self._sender: WeightSender | None = None
         self._connected: torch.nn.Module | None = None
 
@@ -161,7 +174,7 @@ class ModuleLearner:
             self._sender = WeightSender(
                 self._source(),
                 backend="gloo",
-                bucket_bytes=BUCKET_BYTES,
+                bucket_bytes=self._bucket_bytes,
                 timeout=120.0,
                 staging=self._staging,
                 deltas=self._deltas,
@@ -170,13 +183,15 @@ class ModuleLearner:
         return self._sender.prepare(base)
 
     async def connect(self) -> None:
-        """Build a group with the engine; again after a failure, which ends the old one."""
+        """Build a group with the engines; again after a failure, which ends the old one."""
         assert self._sender is not None
-        client = LoopClient(self._engine, asyncio.get_running_loop())
-        await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, 2)
+        client = LoopClient(self._engines, asyncio.get_running_loop())
+        members = group_size(client.workers)
+        await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, members)
 
     def _source(self) -> DeepSpeedSource:
-        return DeepSpeedSource(self._sent or self.model, bucket_bytes=BUCKET_BYTES)
+        sent = self._sent or self.model
+        return sent if isinstance(sent, DeepSpeedSource) else DeepSpeedSource(sent, bucket_bytes=self._bucket_bytes)
 
     async def logprobs(self, sequences: Any) -> list[list[float]]:
         """What ``model`` computes for each sequence: log-probabilities of every token but the first."""

@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "engine.on_failed": ("drop_rollout", "drop_group"),
     "weight_sync.mode": ("abort", "keep", "wait"),
     "weight_sync.kv_cache": ("recompute", "reuse"),
-    "weight_sync.backend": ("auto", "gloo", "nccl"),
+    "weight_sync.backend": ("auto", "gloo", "nccl", "ipc"),
     "weight_sync.staging_device": ("device", "host"),
     "weight_sync.verify": ("none", "first", "every"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),

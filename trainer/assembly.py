@@ -25,6 +25,7 @@ from trainer.placement import (
     engine_room,
     engine_settings,
     evaluation_sampling,
+    learner_gpus,
     pool_settings,
     transfer_backend,
 )
@@ -94,6 +95,7 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
         learner=config.learner,
         optimizer=config.optimizer,
         algorithm=algorithm,
+        gpus=learner_gpus(config),
     )
     return LearnerGroup(spec)
 

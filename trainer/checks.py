@@ -145,9 +145,16 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(
             "`learner.offload=true` with `hardware=cpu` saves nothing: the learner is in CPU memory anyway"
         )
-    if config.hardware == "cpu" and config.weight_sync.backend == "nccl":
-        raise ConfigError("`weight_sync.backend=nccl` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`")
-    if config.hardware in ("gpu", "cluster") and config.weight_sync.backend == "gloo":
+    _check_backend(config)
+
+
+def _check_backend(config: Config) -> None:
+    backend, engine, ranks = config.weight_sync.backend, config.engine, config.learner.ranks
+    if config.hardware == "cpu" and backend in ("nccl", "ipc"):
+        raise ConfigError(
+            f"`weight_sync.backend={backend}` needs GPUs; with `hardware=cpu` use `weight_sync.backend=gloo`"
+        )
+    if config.hardware in ("gpu", "cluster") and backend == "gloo":
         raise ConfigError(
             f"`weight_sync.backend=gloo` is for CPU engines; with `hardware={config.hardware}` use "
             "`weight_sync.backend=nccl`"
@@ -156,6 +163,16 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(
             "`weight_sync.staging=true` works over `weight_sync.backend=gloo` only, so with `hardware=cpu`: vLLM's "
             "nccl engine receives into the model itself; leave `weight_sync.staging` off"
+        )
+    if backend == "ipc" and config.weight_sync.delta:
+        raise ConfigError(
+            "`weight_sync.delta=true` saves bytes on a wire, and `weight_sync.backend=ipc` has none; leave it off"
+        )
+    if backend == "ipc" and (engine.count, engine.tensor_parallel, ranks) != (1, 1, 1):
+        raise ConfigError(
+            "`weight_sync.backend=ipc` is for one engine and one learner rank that share a GPU, but "
+            f"`engine.count={engine.count}`, `engine.tensor_parallel={engine.tensor_parallel}` and "
+            f"`learner.ranks={ranks}`; use `weight_sync.backend=nccl`"
         )
 
 

@@ -147,7 +147,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85  # share of a GPU's memory that an engine takes
     kv_cache_mib: int = 0  # CPU: size of the KV cache; 0: 512
     cpu_threads: int = 0  # CPU: threads of an engine without tensor parallelism; 0: the cores, shared by the engines
-    cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its ranks, as VLLM_CPU_OMP_THREADS_BIND
+    cpu_threads_bind: str = "auto"  # CPU with tensor parallelism: cores of its workers, such as 0-1|2-3; auto: shared
     start_timeout: float = 900.0  # seconds until an engine must have started
     rollout_timeout: float = 900.0  # seconds a request may go without a new token; then it is submitted again
     rollout_tries: int = 3  # requests in a row that may go without a token; then the rollout has failed
@@ -159,7 +159,7 @@ class EngineConfig:
 class WeightSyncConfig:
     mode: str = "abort"  # running requests: abort (and submit again), keep (frozen meanwhile), wait (for their end)
     kv_cache: str = "recompute"  # mode keep: recompute the frozen requests' KV cache under new weights, or reuse it
-    backend: str = "auto"  # auto, gloo, nccl
+    backend: str = "auto"  # gloo (CPU), nccl (GPUs), ipc (learner and engine on one GPU); auto: gloo or nccl
     bucket_mib: int = 25  # packed bytes that travel in one collective
     staging: bool = False  # weights travel while engines generate, and are swapped in in a pause
     staging_device: str = "device"  # how they wait: device (ready to compute with), host (as they came, to be loaded)

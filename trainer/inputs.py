@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.data import PromptStream, build_prompts
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
-from trainer.placement import device_kind, prompt_limit
+from trainer.placement import check_tensor_parallel, device_kind, prompt_limit
 from trainer.rewards import RewardPart, resolve_rewards
 
 
@@ -54,6 +54,7 @@ def load_inputs(config: Config) -> Inputs:
         )
     rewards = () if environment else resolve_rewards(config.reward, task.rewards())
     model = _resolve(config, config.model.path)
+    check_tensor_parallel(config, model)
     kl = config.algorithm.kl
     reference = _resolve(config, kl.model) if kl.coefficient > 0 and kl.model else None
     tokenizer = load_tokenizer(model.path)

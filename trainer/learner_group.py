@@ -143,7 +143,10 @@ class LearnerGroup:
         ranks = self._spec.learner.ranks
         # No CPU is reserved: on a machine with two cores the engines would otherwise leave none to schedule on.
         actor = ray.remote(
-            num_cpus=0, num_gpus=int(self._spec.device == "cuda"), max_restarts=0, concurrency_groups={"control": 1}
+            num_cpus=0,
+            num_gpus=self._spec.gpus if self._spec.device == "cuda" else 0,
+            max_restarts=0,
+            concurrency_groups={"control": 1},
         )(LearnerActor)
         self._actors = [actor.remote() for _ in range(ranks)]
         ((self._address, port),) = await self._wait("rendezvous", [self._actors[0].rendezvous.remote()])

@@ -43,6 +43,8 @@ class LearnerSpec:
     learner: LearnerConfig
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
+    gpus: float = 1.0
+    """GPUs that a rank reserves where ``device`` is cuda; less than 1 where it shares one with an engine."""
 
 
 def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class ResolvedModel:
     """``float32`` or ``bfloat16``: what engines and the learner's forward pass compute in."""
     vocabulary: int | None = None
     """Rows of the embedding, where the configuration says it; the tokenizer may know fewer tokens, or more."""
+    attention_heads: int | None = None
+    """Of a layer, where the configuration says it."""
+    key_value_heads: int | None = None
+    """Of a layer, where the configuration says it; at most as many as attention heads."""
 
 
 def resolve_model(
@@ -206,7 +210,6 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
     context = text.get("max_position_embeddings")
     if not isinstance(context, int):
         raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
-    vocabulary = text.get("vocab_size")
     return ResolvedModel(
         str(folder.absolute()),
         source,
@@ -214,8 +217,15 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
         tuple(eos),
         context,
         dtype,
-        vocabulary if isinstance(vocabulary, int) else None,
+        vocabulary=_number(text, "vocab_size"),
+        attention_heads=_number(text, "num_attention_heads"),
+        key_value_heads=_number(text, "num_key_value_heads"),
     )
+
+
+def _number(configuration: dict[str, Any], key: str) -> int | None:
+    value = configuration.get(key)
+    return value if isinstance(value, int) else None
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from generator.actor import Resources
-from generator.launch import EngineSettings
+from generator.launch import SEVERAL_WORKERS, EngineSettings
 from generator.pool import PoolSettings
 from generator.resume import Sampling
 from trainer.checks import ConfigError
@@ -21,6 +21,8 @@ KV_BYTES_ON_CPU = 512 << 20
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV-cache block on CPU: the smallest that vLLM's CPU attention has."""
 ROOM_FACTOR = 2
+SHARED_GPU = 0.5
+"""What engine and learner reserve each of a GPU that they share. What they take of its memory is another matter."""
 SEED_STRIDE = 1000
 
 
@@ -132,9 +134,9 @@ def engine_settings(
         trust_remote_code=config.model.trust_remote_code,
         # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
         block_size=CPU_BLOCK_SIZE if on_cpu else None,
-        executor="uni" if on_cpu and engine.tensor_parallel == 1 else "mp" if on_cpu else None,
-        prestart_core=on_cpu and engine.tensor_parallel == 1,
-        environment=engine_environment(config) if on_cpu else {},
+        executor=("uni" if engine.tensor_parallel == 1 else SEVERAL_WORKERS) if on_cpu else None,
+        prestart_core=on_cpu,
+        environment=engine_environment(config, number) if on_cpu else gpu_environment(config),
     )
 
 
@@ -159,9 +161,33 @@ def engine_threads(config: Config) -> int:
     return config.engine.cpu_threads or max(1, cpu_cores() // config.engine.count)
 
 
+def core_numbers() -> list[int]:
+    """The cores that this process may use, by the operating system's numbers."""
+    return sorted(os.sched_getaffinity(0))
+
+
 def cpu_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """How many cores this process may use."""
+    return len(core_numbers())
+
+
+def worker_cores(config: Config, number: int) -> str:
+    """The cores of each worker of a tensor-parallel engine on CPU, as ``VLLM_CPU_OMP_THREADS_BIND`` takes them.
+
+    Unless configured, the workers of all engines share the cores evenly; vLLM's own ``auto`` wants a memory node for
+    each worker. ``number`` is the engine's: one that replaces a lost one takes the place of some engine's cores.
+    """
+    engine = config.engine
+    if engine.cpu_threads_bind != "auto":
+        return engine.cpu_threads_bind
+    cores = core_numbers()
+    each = max(1, len(cores) // (engine.count * engine.tensor_parallel))
+    first = (number % engine.count) * engine.tensor_parallel
+
+    def place(worker: int) -> str:
+        return ",".join(str(cores[(worker * each + core) % len(cores)]) for core in range(each))
+
+    return "|".join(place(first + rank) for rank in range(engine.tensor_parallel))
 
 
 ONEDNN_PRIMITIVES = "128"
@@ -169,14 +195,14 @@ ONEDNN_PRIMITIVES = "128"
 otherwise. Resubmissions make a new shape each: an engine would grow by half a gigabyte and seldom use one twice."""
 
 
-def engine_environment(config: Config) -> dict[str, str]:
-    """Environment variables of an engine on CPU."""
+def engine_environment(config: Config, number: int = 0) -> dict[str, str]:
+    """Environment variables of engine ``number`` on CPU."""
     environment = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ONEDNN_PRIMITIVES,
     }
     if config.engine.tensor_parallel > 1:
-        return environment | {"VLLM_CPU_OMP_THREADS_BIND": config.engine.cpu_threads_bind}
+        return environment | {"VLLM_CPU_OMP_THREADS_BIND": worker_cores(config, number)}
     # One process less than the default, whose start costs as much again. vLLM allows it only together with this
     # variable; the engine core still is a process of its own.
     return environment | {
@@ -185,21 +211,60 @@ def engine_environment(config: Config) -> dict[str, str]:
     }
 
 
+def gpu_environment(config: Config) -> dict[str, str]:
+    """Environment variables of an engine on GPUs.
+
+    Over ``ipc``, workers take the handles of GPU memory as pickled text, which vLLM refuses unless told otherwise. Who
+    can send one to an engine is in the Ray cluster of the run, and could run anything there anyway.
+    """
+    return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if shares_gpu(config) else {}
+
+
 def engine_room(config: Config) -> int:
     """Groups that may be sampled or scored at a time: more than the engines run, so that none waits for the driver."""
     running = config.engine.count * config.engine.max_running
     return max(1, ROOM_FACTOR * running // config.sampling.group_size)
 
 
-def check_resources(config: Config, available: Mapping[str, float]) -> None:
-    """Raise :class:`ConfigError` when the Ray cluster has fewer GPUs than the configuration reserves.
+def check_tensor_parallel(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ConfigError` when the model's attention cannot be split among the workers of an engine.
 
-    ``available`` are the cluster's resources. Without this check the start would wait for them until its deadline.
+    vLLM says so too, but after it was started, and of key-value heads without a word.
     """
-    if device_kind(config) == "cpu":
+    workers = config.engine.tensor_parallel
+    heads, key_heads = model.attention_heads, model.key_value_heads
+    if heads and heads % workers:
+        what = f"{heads} attention heads"
+    elif key_heads and key_heads % workers and workers % key_heads:
+        what = f"{key_heads} key-value heads"
+    else:
         return
-    engines, ranks = config.engine.count * config.engine.tensor_parallel, config.learner.ranks
+    raise ConfigError(
+        f"`engine.tensor_parallel={workers}` cannot split the {what} of {model.source} evenly; use a divisor of them"
+    )
+
+
+def check_resources(config: Config, available: Mapping[str, float]) -> None:
+    """Raise :class:`ConfigError` when there are fewer GPUs, or cores, than the configuration needs.
+
+    ``available`` are the resources of the Ray cluster. Without this check the start would wait for GPUs until its
+    deadline, and workers that share a core would wait for each other by spinning.
+    """
+    engine = config.engine
+    if device_kind(config) == "cpu":
+        workers = engine.count * engine.tensor_parallel
+        if engine.tensor_parallel > 1 and engine.cpu_threads_bind == "auto" and workers > cpu_cores():
+            raise ConfigError(
+                f"`engine.count` x `engine.tensor_parallel` = {workers} workers need a core each, but there are "
+                f"{cpu_cores()}; on CPU more engines than cores are possible with `engine.tensor_parallel=1` only"
+            )
+        return
+    engines, ranks = engine.count * engine.tensor_parallel, config.learner.ranks
     there = int(available.get("GPU", 0))
+    if shares_gpu(config):
+        if there < 1:
+            raise ConfigError("`weight_sync.backend=ipc` needs a GPU, but none is there")
+        return
     if engines + ranks > there:
         raise ConfigError(
             f"the run needs {engines + ranks} GPUs (`engine.count` x `engine.tensor_parallel` = {engines}, and "
@@ -211,4 +276,16 @@ def engine_resources(config: Config) -> Resources:
     """What one engine actor reserves. On CPU nothing: the operating system shares two cores better than Ray does."""
     if device_kind(config) == "cpu":
         return Resources()
-    return Resources(cpus=1.0, gpus=float(config.engine.tensor_parallel))
+    return Resources(cpus=1.0, gpus=SHARED_GPU if shares_gpu(config) else float(config.engine.tensor_parallel))
+
+
+def learner_gpus(config: Config) -> float:
+    """GPUs that a learner rank reserves."""
+    if device_kind(config) == "cpu":
+        return 0.0
+    return SHARED_GPU if shares_gpu(config) else 1.0
+
+
+def shares_gpu(config: Config) -> bool:
+    """Whether the engine and the learner live on one GPU: what ``weight_sync.backend=ipc`` is for."""
+    return device_kind(config) == "gpu" and transfer_backend(config) == "ipc"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from weight_sync.manifest import Manifest, ManifestEntry
+from weight_sync.scratch import scratch
 
 Bucket = tuple[ManifestEntry, ...]
 
@@ -34,7 +35,10 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors of any dtype and shape into one new uint8 tensor of their bytes, shape ``[bytes]``."""
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    pieces = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    if any(piece.device.type != "cpu" for piece in pieces):
+        return torch.cat(pieces)
+    return torch.cat(pieces, out=scratch(sum(piece.numel() for piece in pieces)))
 
 
 def unpack(packed: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:

@@ -77,9 +77,11 @@ class EngineClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every engine join the transfer group, each at its own rank offset.
 
-        vLLM's trainer engines know of one engine only and offer all of them offset 1.
+        vLLM's trainer engines know of one engine only and offer all of them offset 1; ``ipc`` has no group and no rank.
         """
-        requests = [InitRequest({**init_info, "rank_offset": offset}) for offset in self._offsets]
+        grouped = "rank_offset" in init_info
+        ranks: list[dict[str, Any]] = [{"rank_offset": offset} if grouped else {} for offset in self._offsets]
+        requests = [InitRequest(init_info | rank) for rank in ranks]
         self._call("init_weight_transfer_engine", [(request,) for request in requests])
 
     def start_weight_update(self) -> None:

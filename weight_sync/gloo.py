@@ -29,7 +29,7 @@ from weight_sync.delta import Patch
 from weight_sync.group import GlooGroup, TransferGroupError
 from weight_sync.manifest import Manifest, ManifestError, abridged
 from weight_sync.ranks import worker_rank
-from weight_sync.reload import IncompleteUpdateError
+from weight_sync.reload import IncompleteUpdateError, held_dtypes
 from weight_sync.staging import Replacement, StagingDevice, replacement
 from weight_sync.stream import Load, receive_tensors
 
@@ -201,6 +201,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         manifest = Manifest.from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
         if not manifest.entries:
             raise ManifestError("the announced update is empty")
+        if lines := manifest.foreign(held := held_dtypes(self.model, self.model_config)):
+            # vLLM would convert them without a word: rounded, or in a precision that the learner does not compute in.
+            raise ManifestError(
+                f"the engine holds weights in {', '.join(sorted(map(str, held)))}, and takes none in another dtype: "
+                f"{abridged(lines)}"
+            )
         if self._accepted is not None and (lines := self._accepted.difference(manifest)):
             raise ManifestError(f"the announced update differs from the first accepted one: {abridged(lines)}")
         return manifest

@@ -69,6 +69,8 @@ class GlooTrainerWeightTransferEngine:
         sides: list[Future[Any]] = [joined, opened]
         wait(sides, return_when=FIRST_EXCEPTION)
         try:
+            if opened.done() and isinstance(lacking := opened.exception(), TransferGroupError) and lacking.absent:
+                raise lacking  # those that did come fail because of it, which says less
             for side in sides:
                 if side.done():
                     side.result()
@@ -149,6 +151,7 @@ class GlooTrainerWeightTransferEngine:
             if self.hashed:
                 digests += [digest(tensor) for tensor in tensors]  # while the bucket before this one travels
             yield pack(tensors)
+            del tensors, tensor  # else they are there beside the next bucket while that is gathered
         if (extra := next(stream, None)) is not None:
             raise ManifestError(f"the weight source yielded {extra[0]!r}, which it had not announced")
         if digests:

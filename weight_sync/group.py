@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,9 +16,23 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
 
+from weight_sync.scratch import scratch
+
+POLL_SECONDS = 0.0001
+"""Between two looks at a broadcast: a bucket takes a few milliseconds, and the next one waits for the look."""
+ARRIVAL_SHARE = 0.8
+"""Of the deadline: what members may take to arrive. So rank 0 can name those that have not before others give up."""
+
 
 class TransferGroupError(RuntimeError):
-    """The transfer group could not be built, or a collective failed. The group must not be used again."""
+    """The transfer group could not be built, or a collective failed. The group must not be used again.
+
+    ``absent`` are the ranks that never came, where that is why.
+    """
+
+    def __init__(self, message: str, absent: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.absent = tuple(absent)
 
 
 @dataclass(eq=False)
@@ -43,7 +57,9 @@ class GlooGroup:
         limit = timedelta(seconds=timeout)
         gloo: Any = ProcessGroupGloo  # torch ships no types for its options
         try:
-            store = TCPStore(host, port, world_size, rank == 0, limit)
+            store: Any = TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
+            if absent := _absent(store, rank, world_size, timeout):
+                raise TransferGroupError(f"rank {', '.join(map(str, absent))} did not come", absent)
             options = gloo._Options()
             options._timeout = limit
             # Bind to the interface that leads to the sender: by default gloo resolves the host's own name, which may
@@ -52,9 +68,12 @@ class GlooGroup:
             self._group: Any = gloo(store, rank, world_size, options)
             self._store: TCPStore | None = store
         except Exception as error:
+            store = None  # the error's traceback would keep it, and with it the port, for as long as somebody looks
+            reason, *_ = str(error).splitlines() or [type(error).__name__]  # without torch's stack of C++
             raise TransferGroupError(
                 f"rank {rank} could not join the transfer group of {world_size} at {host}:{port} "
-                f"within {timeout:g} s: {error}"
+                f"within {timeout:g} s: {reason}",
+                absent=getattr(error, "absent", ()),
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> Transfer:
@@ -78,7 +97,7 @@ class GlooGroup:
             check()
             if time.monotonic() > deadline:
                 raise TransferGroupError(f"a peer did not take part in a broadcast for {self.timeout:g} s")
-            time.sleep(0.0005)
+            time.sleep(POLL_SECONDS)
         if work is None:
             raise TransferGroupError("the transfer group was closed during a broadcast")
         try:
@@ -105,6 +124,19 @@ class GlooGroup:
         threading.Thread(target=last_reference.clear, name="gloo-release", daemon=True).start()
 
 
+def _absent(store: TCPStore, rank: int, world_size: int, timeout: float) -> list[int]:
+    """Say that ``rank`` is there. To rank 0, which waits for all others: those that have not come."""
+    store.set(f"arrived/{rank}", "")
+    if rank != 0:
+        return []
+    others = {other: f"arrived/{other}" for other in range(1, world_size)}
+    try:
+        store.wait(list(others.values()), timedelta(seconds=ARRIVAL_SHARE * timeout))
+    except RuntimeError:  # not all of them, by then
+        return [other for other, key in others.items() if not store.check([key])]
+    return []
+
+
 def send_buckets(group: GlooGroup, buckets: Iterable[torch.Tensor], check: Callable[[], None] = lambda: None) -> int:
     """Broadcast packed uint8 buckets from this process; returns how many. The next is packed while one travels."""
     count = 0
@@ -128,7 +160,7 @@ def receive_buckets(group: GlooGroup, sizes: Iterable[int]) -> Iterator[torch.Te
     """
     pending: Transfer | None = None
     for size in sizes:
-        started = group.broadcast(torch.empty(size, dtype=torch.uint8))
+        started = group.broadcast(scratch(size))
         if pending is not None:
             group.wait(pending)
             yield pending.tensor

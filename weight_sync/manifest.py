@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +97,14 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries)
+
+    def foreign(self, dtypes: Collection[torch.dtype]) -> list[str]:
+        """The floating-point tensors in none of these ``dtypes``, one readable line each."""
+        return [
+            f"{entry.name} is {entry.dtype}"
+            for entry in self.entries
+            if entry.torch_dtype.is_floating_point and entry.torch_dtype not in dtypes
+        ]
 
     def difference(self, other: Manifest) -> list[str]:
         """How ``other``, which came, departs from this manifest, which was expected: one readable line each.

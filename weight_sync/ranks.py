@@ -8,6 +8,7 @@ With two engines of tensor parallel size 2 the group has five members::
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -22,6 +23,11 @@ def rank_offsets(workers_per_engine: Sequence[int]) -> list[int]:
 def group_size(workers_per_engine: Sequence[int]) -> int:
     """Members of the transfer group: the sender and every worker."""
     return 1 + sum(workers_per_engine)
+
+
+def engine_at(rank: int, workers_per_engine: Sequence[int]) -> int:
+    """The index of the engine that a rank from 1 on belongs to."""
+    return bisect_right(rank_offsets(workers_per_engine), rank) - 1
 
 
 def worker_rank(*, rank_offset: int, data_parallel_index: int, workers_per_replica: int, rank_in_replica: int) -> int:

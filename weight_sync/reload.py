@@ -32,6 +32,12 @@ class IncompleteUpdateError(RuntimeError):
     """An update that is not whole: tensors announced or needed are missing. The engine must not serve."""
 
 
+def held_dtypes(model: torch.nn.Module, model_config: Any) -> set[torch.dtype]:
+    """The floating-point dtypes of a vLLM model's weights: the one it computes in, and those of single parameters."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {model_config.dtype} | {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+
 class LayerwiseUpdate:
     """A reload in progress: :meth:`begin`, :meth:`load` once a bucket, :meth:`loaded`, :meth:`finish`; or abandoned."""
 

@@ -11,10 +11,11 @@ from typing import Any
 from weight_sync.client import Client, EngineClient
 from weight_sync.delta import Delta
 from weight_sync.gloo_trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
-from weight_sync.group import free_port
+from weight_sync.group import TransferGroupError, free_port
+from weight_sync.ipc import HandleClient, buffer_bytes
 from weight_sync.manifest import Manifest
 from weight_sync.push import PushError
-from weight_sync.ranks import group_size
+from weight_sync.ranks import engine_at, group_size
 from weight_sync.snapshot import Snapshot
 from weight_sync.source import DeepSpeedSource
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSender:
-    """Sends a learner's weights to the engines, over ``gloo`` or vLLM's ``nccl``.
+    """Sends a learner's weights to the engines, over ``gloo``, or vLLM's ``nccl`` or ``ipc``.
 
     Lives in every learner rank: rank 0 sends, the others take part in the gathers, so ``prepare`` and ``send`` are
     called on all of them. ``bucket_bytes`` of packed tensors travel in one collective; ``timeout`` bounds, in seconds,
@@ -43,8 +44,8 @@ class WeightSender:
         deltas: bool = False,
         ranks: int = 1,
     ) -> None:
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"no weight transfer backend {backend!r}: weight_sync.backend is gloo or nccl")
+        if backend not in ("gloo", "nccl", "ipc"):
+            raise ValueError(f"no weight transfer backend {backend!r}: weight_sync.backend is gloo, nccl or ipc")
         self._source = source
         self._backend = backend
         self._rank = rank
@@ -68,7 +69,13 @@ class WeightSender:
         engine call that failed).
         """
         client = EngineClient(engine_handles, workers_per_engine=workers, timeout=self._timeout, names=names)
-        self.connect_client(client, address, port, group_size(workers))
+        try:
+            self.connect_client(client, address, port, group_size(workers))
+        except PushError as error:
+            if not isinstance(error.cause, TransferGroupError) or not error.cause.absent:
+                raise
+            engine = names[engine_at(error.cause.absent[0], workers)]
+            raise PushError("connect", error.cause, engine) from error.cause
 
     def connect_client(self, client: Client, address: str, port: int, world_size: int) -> None:
         """As :meth:`connect`, over any client of the engines. ``world_size`` counts the sender and every worker."""
@@ -76,7 +83,7 @@ class WeightSender:
             return
         self.close()
         try:
-            self._engine = self._open(client, address, port or free_port(address), world_size)
+            self._engine = self._open(client, address, port, world_size)
         except PushError:
             raise
         except Exception as error:
@@ -103,7 +110,7 @@ class WeightSender:
         """Move the weights into every engine, as ``version``; the bytes of tensors, or of a delta, that were sent.
 
         Returns when all engines hold and have completed them, or have staged them whole. ``hashed``: their workers
-        compare a digest of every tensor. Over ``nccl`` there is none, because vLLM's workers have no place for it.
+        compare a digest of every tensor. Over ``nccl`` and ``ipc`` there is none: vLLM's workers have no place for it.
 
         Raises :class:`PushError`. The group is then closed, and the engines must not serve before a complete push; with
         staging they still hold the old version and may.
@@ -158,9 +165,11 @@ class WeightSender:
         return math.inf if delta.patch_bytes is None else delta.patch_bytes
 
     def _open(self, client: Client, address: str, port: int, world_size: int) -> Any:
+        if self._backend == "ipc":
+            return self._open_ipc(client)
         wire: dict[str, Any] = {
             "master_address": address,
-            "master_port": port,
+            "master_port": port or free_port(address),
             "world_size": world_size,
             "packed_buffer_size_bytes": self._bucket_bytes,
         }
@@ -170,20 +179,32 @@ class WeightSender:
             )
             return GlooTrainerWeightTransferEngine.trainer_init(init_info, client=client, source=self._source)
 
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        nccl = NCCLTrainerInitInfo(**wire, rank=0)
+        return self._open_of_vllm(NCCLTrainerInitInfo(**wire, rank=0), client)
+
+    def _open_ipc(self, client: Client) -> Any:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        size = buffer_bytes(self._source.manifest(), self._bucket_bytes)
+        init_info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
+        return self._open_of_vllm(init_info, HandleClient(client))
+
+    def _open_of_vllm(self, init_info: Any, client: Any) -> Any:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
         source: Any = self._source
-        dense = self._bounded(lambda: WeightTransferTrainerFactory.trainer_init(nccl, client=client, source=source))
+        opened = self._bounded(
+            lambda: WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+        )
         if self._snapshot is None:
-            return dense
+            return opened
         from weight_sync.nccl import NcclDeltaTrainer
 
-        return NcclDeltaTrainer(dense, client)
+        return NcclDeltaTrainer(opened, client)
 
     def _bounded(self, call: Any) -> Any:
-        """Run a call of the trainer engine. gloo's have deadlines inside; NCCL's have none, so one is put around them.
+        """Run a call of the trainer engine. gloo's have deadlines inside; vLLM's have none, so one is put around them.
 
         A call that outlives it stays behind in a daemon thread, blocked in a collective: replace this process then.
         """
@@ -201,11 +222,13 @@ class WeightSender:
             except BaseException as error:
                 outcome["error"] = error
 
-        thread = threading.Thread(target=run, name="nccl-weight-transfer", daemon=True)
+        thread = threading.Thread(target=run, name=f"{self._backend}-weight-transfer", daemon=True)
         thread.start()
         thread.join(self._timeout)
         if thread.is_alive():
-            raise TimeoutError(f"the nccl transfer did not end within {self._timeout:g} s (weight_sync.timeout)")
+            raise TimeoutError(
+                f"the {self._backend} transfer did not end within {self._timeout:g} s (weight_sync.timeout)"
+            )
         if "error" in outcome:
             raise outcome["error"]
         return outcome.get("result")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weight_sync.manifest import Manifest, abridged
+from weight_sync.scratch import scratch
 from weight_sync.snapshot import Share
 
 
@@ -154,11 +155,16 @@ class DeepSpeedSource:
 
     def _gathered(self, bucket: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         with _gather(bucket):
-            # A partitioned parameter loses its full data when the context ends, so it is copied even without a cast.
-            return [
-                (name, tensor.detach().to(self._wire_dtype(tensor), copy=_is_partitioned(tensor)).contiguous())
-                for name, tensor in bucket
-            ]
+            return [(name, self._for_the_wire(tensor)) for name, tensor in bucket]
+
+    def _for_the_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        full, dtype = tensor.detach(), self._wire_dtype(tensor)
+        if not _is_partitioned(tensor):
+            return full.to(dtype).contiguous()
+        # A partitioned parameter loses its full data when the gather ends, so it is copied even without a cast.
+        if full.device.type != "cpu":
+            return full.to(dtype, copy=True).contiguous()
+        return scratch(full.numel() * dtype.itemsize).view(dtype).view(full.shape).copy_(full)
 
 
 def _is_partitioned(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from generator.launch import EngineSettings
+from generator.launch import SEVERAL_WORKERS, EngineSettings
 from tests.trainer.configs import tiny_config
 from trainer import placement
 from trainer.checks import ConfigError
@@ -67,6 +67,57 @@ def test_threads_are_what_was_configured_and_never_zero(monkeypatch):
     assert placement.engine_threads(tiny_config({"engine.cpu_threads": 5})) == 5
 
 
+@pytest.mark.parametrize(
+    ("cores", "count", "tensor_parallel", "binds"),
+    [
+        (2, 1, 2, ["0|1"]),
+        (8, 1, 2, ["0,1,2,3|4,5,6,7"]),
+        (8, 2, 2, ["0,1|2,3", "4,5|6,7"]),
+        (7, 3, 2, ["0|1", "2|3", "4|5"]),
+    ],
+)
+def test_the_workers_of_all_engines_share_the_cores_and_none_has_another_s(
+    monkeypatch, cores, count, tensor_parallel, binds
+):
+    monkeypatch.setattr(placement, "core_numbers", lambda: list(range(cores)))
+    config = tiny_config({"engine.count": count, "engine.tensor_parallel": tensor_parallel})
+    settings = [placement.engine_settings(config, MODEL, 10, number=number) for number in range(count + 1)]
+    found = [each.environment["VLLM_CPU_OMP_THREADS_BIND"] for each in settings]
+    assert found == [*binds, binds[0]], "an engine that replaces another takes the place of one"
+    assert {each.executor for each in settings} == {SEVERAL_WORKERS}
+    config.engine.cpu_threads_bind = "4|6"
+    assert placement.engine_settings(config, MODEL, 10).environment["VLLM_CPU_OMP_THREADS_BIND"] == "4|6"
+
+
+def test_more_workers_than_cores_are_refused_unless_their_cores_are_given(monkeypatch):
+    monkeypatch.setattr(placement, "core_numbers", lambda: [0, 1, 2])
+    config = tiny_config({"engine.count": 2, "engine.tensor_parallel": 2})
+    with pytest.raises(ConfigError, match=r"`engine.tensor_parallel` = 4 workers need a core each, but there are 3"):
+        placement.check_resources(config, {})
+    config.engine.cpu_threads_bind = "0|1"
+    placement.check_resources(config, {})
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "workers", "refused"),
+    [
+        (9, 3, 2, "9 attention heads"),
+        (6, 3, 2, "3 key-value heads"),
+        (8, 2, 4, None),  # each key-value head is held by two workers
+        (8, 8, 4, None),
+        (None, None, 4, None),
+    ],
+)
+def test_attention_heads_that_do_not_divide_among_the_workers_are_refused(heads, key_heads, workers, refused):
+    model = replace(MODEL, attention_heads=heads, key_value_heads=key_heads)
+    config = tiny_config({"engine.tensor_parallel": workers})
+    if refused is None:
+        placement.check_tensor_parallel(config, model)
+        return
+    with pytest.raises(ConfigError, match=f"`engine.tensor_parallel={workers}` cannot split the {refused} of folder"):
+        placement.check_tensor_parallel(config, model)
+
+
 def test_a_gpu_engine_reserves_a_gpu_for_each_of_its_workers():
     gpu = tiny_config({"engine.tensor_parallel": 4}, "gpu")
     assert placement.engine_resources(gpu).gpus == 4
@@ -75,6 +126,20 @@ def test_a_gpu_engine_reserves_a_gpu_for_each_of_its_workers():
     assert settings.transfer_backend == "nccl"
     assert settings.block_size is None
     assert settings.environment == {}
+
+
+def test_an_engine_and_a_learner_that_share_a_gpu_reserve_it_together():
+    shared = tiny_config({"weight_sync.backend": "ipc"}, "gpu")
+    assert placement.transfer_backend(shared) == "ipc"
+    assert placement.engine_resources(shared).gpus + placement.learner_gpus(shared) == 1
+    environment = placement.engine_settings(shared, replace(MODEL, dtype="bfloat16"), 10).environment
+    assert environment == {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    placement.check_resources(shared, {"GPU": 1.0})
+    with pytest.raises(ConfigError, match=r"`weight_sync\.backend=ipc` needs a GPU"):
+        placement.check_resources(shared, {})
+    apart = tiny_config({}, "gpu")
+    assert (placement.engine_resources(apart).gpus, placement.learner_gpus(apart)) == (1, 1)
+    assert placement.learner_gpus(tiny_config()) == 0
 
 
 def test_more_gpus_than_there_are_is_a_configuration_error_that_adds_them_up():

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from weight_sync.client import EngineClient
 from weight_sync.push import PushError
+from weight_sync.sender import WeightSender
+from weight_sync.source import DeepSpeedSource
 
 pytestmark = pytest.mark.engine
 
@@ -20,14 +23,18 @@ def actors() -> Iterator[list[Any]]:
 
     @ray.remote(num_cpus=0)
     class Recorder:
-        """Has an engine actor's methods; remembers what was asked and fails or sleeps at the method it is told."""
+        """Has an engine actor's methods; remembers what was asked and fails or sleeps at the method it is told.
+
+        It ``joins`` the transfer group that it is invited to, or comes never.
+        """
 
         def __init__(self) -> None:
             self.calls: list[tuple[str, Any]] = []
             self.fail_at = self.sleep_at = ""
+            self.joins = False
 
-        def prime(self, fail_at: str = "", sleep_at: str = "") -> None:
-            self.calls, self.fail_at, self.sleep_at = [], fail_at, sleep_at
+        def prime(self, fail_at: str = "", sleep_at: str = "", joins: bool = False) -> None:
+            self.calls, self.fail_at, self.sleep_at, self.joins = [], fail_at, sleep_at, joins
 
         def history(self) -> list[tuple[str, Any]]:
             return self.calls
@@ -41,6 +48,12 @@ def actors() -> Iterator[list[Any]]:
 
         def init_weight_transfer_engine(self, request: Any) -> None:
             self._do("init", request.init_info)
+            if self.joins:
+                from weight_sync.group import GlooGroup
+
+                info = request.init_info
+                where = (info["master_address"], info["master_port"])
+                GlooGroup(*where, info["rank_offset"], info["world_size"], info["timeout_seconds"])
 
         def start_weight_update(self) -> None:
             self._do("start")
@@ -108,6 +121,19 @@ def test_an_engine_that_does_not_answer_is_named_when_the_deadline_passes(actors
     client = EngineClient(actors, workers_per_engine=[1, 1], timeout=1.0)
     with pytest.raises(PushError, match="start_weight_update in engine 1: no answer within 1 s"):
         client.start_weight_update()
+
+
+def test_an_engine_that_never_joins_is_blamed_and_not_the_one_that_waits_for_it(actors):
+    import ray
+
+    ray.get([actors[0].prime.remote(joins=True), actors[1].prime.remote()])
+    source = DeepSpeedSource(torch.nn.Linear(2, 2), bucket_bytes=100)
+    sender = WeightSender(source, backend="gloo", bucket_bytes=100, timeout=10.0)
+    with pytest.raises(PushError, match=r"connect in right: .* 127\.0\.0\.1:\d+ .*: rank 2 did not come") as caught:
+        sender.connect(actors, ["left", "right"], [1, 1], "127.0.0.1", 0)
+    assert caught.value.engine == "right"
+    with pytest.raises(PushError, match="connect before the push"):
+        sender.send(0)
 
 
 def test_each_engine_needs_a_worker_count():

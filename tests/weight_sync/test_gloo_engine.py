@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from tests.tiny import tiny_llama
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.gloo_trainer import GlooTrainerWeightTransferEngine
-from weight_sync.group import TransferGroupError
+from weight_sync.group import TransferGroupError, free_port
 from weight_sync.push import PushError
+from weight_sync.ranks import worker_rank
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource, NonFiniteWeightError
 
@@ -181,6 +183,15 @@ def test_a_first_push_with_a_tensor_that_the_model_does_not_know_is_refused_by_i
     assert engine.version() != "0"
 
 
+def test_a_first_push_in_a_dtype_that_the_engine_does_not_hold_is_refused_by_name_before_the_model_is_touched(engine):
+    before = engine.logprobs()
+    sender = engine.connected_sender(DeepSpeedSource(tiny_llama(2), dtype=torch.float64, bucket_bytes=BUCKET_BYTES))
+    complaint = r"engine holds weights in torch\.float32, .*: model\.embed_tokens\.weight is float64; .* more"
+    with pytest.raises(PushError, match=complaint):
+        sender.send(0)
+    assert torch.equal(engine.logprobs(), before)
+
+
 def test_pushes_of_a_then_b_then_a_are_served_exactly_tied_head_included(engine, model_a):
     live = tiny_llama(1)
     sender = engine.connected_sender(DeepSpeedSource(live, bucket_bytes=10_000))
@@ -269,6 +280,50 @@ def test_a_port_that_is_taken_is_an_error_on_the_sender_that_names_it(engine, mo
         with pytest.raises(PushError, match=f"connect.*127.0.0.1:{port}") as caught:
             sender.connect_client(engine.client, "127.0.0.1", port, 2)
     assert isinstance(caught.value.cause, TransferGroupError)
+    assert_takes_a_push(engine, model_a, 40)
+
+
+def test_an_address_that_does_not_resolve_is_an_error_on_either_side_that_names_it(engine, model_a):
+    sender = WeightSender(DeepSpeedSource(model_a, bucket_bytes=50_000), backend="gloo", bucket_bytes=50_000, timeout=3)
+    with pytest.raises(
+        PushError, match=r"at connect: .* cannot listen at 'no-such-host\.invalid' \(weight_sync\.address"
+    ):
+        sender.connect_client(engine.client, "no-such-host.invalid", 0, 2)
+    invitation = {"master_address": "no-such-host.invalid", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+    with pytest.raises(Exception, match=r"rank 1 could not join .* at no-such-host\.invalid:29500 within 2 s"):
+        engine.client.init_weight_transfer_engine({**invitation, "timeout_seconds": 2.0})
+    assert_takes_a_push(engine, model_a, 41)
+
+
+def test_a_sender_that_never_comes_ends_the_engine_s_wait_for_it_and_leaves_it_fit_to_join_another(engine, model_a):
+    invitation = {"master_address": "127.0.0.1", "master_port": free_port("127.0.0.1"), "rank_offset": 1}
+    with pytest.raises(Exception, match=r"rank 1 could not join .* within 2 s"):
+        engine.client.init_weight_transfer_engine({**invitation, "world_size": 2, "timeout_seconds": 2.0})
+    assert_takes_a_push(engine, model_a, 42)
+
+
+def assert_takes_a_push(engine: Engine, model: torch.nn.Module, version: int) -> None:
+    sender = engine.connected_sender(DeepSpeedSource(model, bucket_bytes=50_000))
+    sender.send(version)
+    assert_serves(engine, model)
+    sender.close()
+
+
+@pytest.mark.parametrize(("replica", "worker"), [(0, 0), (0, 1), (1, 0), (2, 1)])
+def test_vllm_s_own_transports_give_a_worker_the_same_rank(monkeypatch, replica, worker):
+    from vllm.distributed.weight_transfer import nccl_common
+
+    place = SimpleNamespace(data_parallel_index=replica, world_size=2, rank=worker)
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(nccl_common, "stateless_init_process_group", lambda *a, device: taken.append(a[2]))
+    where = {"master_address": "127.0.0.1", "master_port": 29500}
+    nccl_common.worker_init_process_group(
+        nccl_common.NCCLWeightTransferInitInfo(**where, rank_offset=3, world_size=20), place
+    )
+    assert taken == [
+        worker_rank(rank_offset=3, data_parallel_index=replica, workers_per_replica=2, rank_in_replica=worker)
+    ]
 
 
 def test_the_trainer_side_has_the_methods_of_the_class_that_it_stands_in_for():

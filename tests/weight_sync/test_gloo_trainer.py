@@ -64,13 +64,13 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5)))
 
 
-def connected(receiver: Receiver) -> GlooTrainerWeightTransferEngine:
+def connected(receiver: Receiver, world_size: int = 2, timeout: float = 30.0) -> GlooTrainerWeightTransferEngine:
     info = GlooTrainerInitInfo(
         master_address="127.0.0.1",
         master_port=free_port("127.0.0.1"),
-        world_size=2,
+        world_size=world_size,
         packed_buffer_size_bytes=BUCKET_BYTES,
-        timeout_seconds=30.0,
+        timeout_seconds=timeout,
     )
     source = DeepSpeedSource(model(), bucket_bytes=BUCKET_BYTES)
     return GlooTrainerWeightTransferEngine.trainer_init(info, client=receiver, source=source)
@@ -113,3 +113,8 @@ def test_a_group_whose_other_side_reports_an_error_is_left_at_once_even_while_th
         list(receive_buckets(receiver.group, [8]))
     assert held.value is not None
     receiver.group.close()
+
+
+def test_a_member_that_never_joins_is_what_the_error_names_and_not_those_that_waited_for_it():
+    with pytest.raises(TransferGroupError, match=r"rank 0 could not join .* of 3 .*: rank 2 did not come"):
+        connected(Receiver(), world_size=3, timeout=3.0)

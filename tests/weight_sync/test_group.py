@@ -1,3 +1,4 @@
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,10 +74,44 @@ def test_an_error_on_the_control_plane_ends_the_wait_for_a_silent_receiver():
     sender.close()
 
 
-def test_a_member_that_never_comes_is_an_error_that_names_the_address():
+def assert_free(port: int) -> None:
+    """Nobody listens there any more."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were closed may linger
+        probe.bind(("127.0.0.1", port))
+        probe.listen()
+
+
+def test_members_that_never_come_are_named_with_the_address_and_the_port_is_free_while_the_error_is_looked_at():
     port = free_port("127.0.0.1")
-    with pytest.raises(TransferGroupError, match=f"127.0.0.1:{port} within 1 s"):
-        GlooGroup("127.0.0.1", port, 0, 2, timeout=1)
+    with ThreadPoolExecutor(1) as pool:
+        punctual = pool.submit(lambda: GlooGroup("127.0.0.1", port, 2, 4, timeout=2))
+        with pytest.raises(TransferGroupError, match=f"of 4 at 127.0.0.1:{port} within 2 s: rank 1, 3 did not") as held:
+            GlooGroup("127.0.0.1", port, 0, 4, timeout=2)
+        assert held.value.absent == (1, 3)
+        assert_free(port)
+        with pytest.raises(TransferGroupError, match="rank 2 could not join"):
+            punctual.result()
+
+
+def test_a_sender_that_never_listens_is_an_error_of_the_receiver_that_names_the_address():
+    port = free_port("127.0.0.1")
+    with pytest.raises(TransferGroupError, match=f"rank 1 could not join .* at 127.0.0.1:{port} within 1 s"):
+        GlooGroup("127.0.0.1", port, 1, 2, timeout=1)
+
+
+def test_a_name_that_does_not_resolve_is_an_error_of_the_receiver_that_names_it():
+    with pytest.raises(TransferGroupError, match=r"rank 1 could not join .* at no-such-host\.invalid:29500"):
+        GlooGroup("no-such-host.invalid", 29500, 1, 2, timeout=1)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(TransferGroupError, match=f"rank 0 could not join .* at 127.0.0.1:{port} .*in use"):
+            GlooGroup("127.0.0.1", port, 0, 2, timeout=1)
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "203.0.113.7"], ids=["unresolved", "another machine's"])

@@ -1,0 +1,73 @@
+"""How many bytes a sparse push sends, of those of a dense one, over real training steps of the embedded recipe.
+
+    python -m benchmarks.push_delta [--steps 4] [--json PATH] [overrides ...]
+
+A run of ``gsm8k_fully_async`` in bfloat16 with float32 master weights and a learning rate of 1e-6, with
+``weight_sync.delta=true``. Its first push is dense; what the later ones sent is in its metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.default_run import machine
+from trainer.config import WeightSyncConfig
+
+DELTA = hasattr(WeightSyncConfig(), "delta")
+"""Whether there are sparse pushes."""
+RUN_SECONDS = 420.0
+
+
+def run(recipe: str, steps: int, overrides: list[str]) -> dict[str, Any]:
+    """Train ``steps`` steps; the ratio is ``None`` while there are no sparse pushes."""
+    if not DELTA:
+        return {"delta_bytes_ratio": None}
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [
+            sys.executable, "-m", "trainer", f"recipe={recipe}", f"run_dir={run_dir}", f"steps={steps}",
+            "hardware=cpu", "model.dtype=bfloat16", "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=0",
+            "weight_sync.delta=true", "logger.wandb.mode=disabled", *overrides,
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=RUN_SECONDS, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-4000:]}")
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        dense = sum(file.stat().st_size for file in (run_dir / "export").glob("*.safetensors"))
+    # The first step's figure has the dense push before it in it.
+    sparse = [row["push/bytes"] for row in rows[1:]]
+    return {
+        "delta_bytes_ratio": statistics.median(sparse) / dense,
+        "largest": max(sparse) / dense,
+        "dense_bytes": dense,
+        "sparse_bytes": sparse,
+    }
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the tiny recipe")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    recipe = "ci_tiny" if arguments.quick else "gsm8k_fully_async"
+    report = run(recipe, arguments.steps, arguments.overrides)
+    print(machine())
+    print("\n".join(f"{name}: {value}" for name, value in report.items()))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Memory for a bucket that comes and goes: a mapping of its own, outside of the C library's heap.
+
+Buckets of tens of megabytes, allocated and freed in turns with smaller tensors, leave holes in glibc's heap that later
+buckets do not fit into (aligned allocations least of all): a push of 500 MB grew a learner by 800 MB that it did not
+use, and gave none of it back. A mapping goes back to the operating system when its last tensor is gone, but for a few
+that are kept for the next bucket: to be given new pages takes about as long as to receive into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+
+import numpy as np
+import torch
+
+KEPT_BYTES = 64 << 20
+"""Of unused mappings: two buckets of the default ``weight_sync.bucket_mib``, one that fills while another travels."""
+
+_kept: list[mmap.mmap] = []
+
+
+def scratch(size: int) -> torch.Tensor:
+    """``size`` bytes on the CPU, uint8 of shape ``[size]``, with anything in them. Freed with the last view of it."""
+    memory = _take(size) or _new(size)
+    array = np.frombuffer(memory, dtype=np.uint8, count=size)
+    weakref.finalize(array, _give_back, memory).atexit = False  # the tensor's storage holds the array
+    return torch.from_numpy(array)
+
+
+def _new(size: int) -> mmap.mmap:
+    # Private: Python's default is memory shared with children, which is slower and has no huge pages.
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # five hundred times fewer page faults
+    return memory
+
+
+def _take(size: int) -> mmap.mmap | None:
+    """A kept mapping that holds ``size`` bytes and is not much too large. Any thread may free one meanwhile."""
+    for memory in list(_kept):
+        if size <= len(memory) <= 2 * size:
+            with contextlib.suppress(ValueError):  # another thread took it
+                _kept.remove(memory)
+                return memory
+    return None
+
+
+def _give_back(memory: mmap.mmap) -> None:
+    if sum(map(len, list(_kept))) + len(memory) <= KEPT_BYTES:
+        _kept.append(memory)
