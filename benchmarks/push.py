@@ -16,8 +16,8 @@ otherwise idle machine.
 | ``memory_growth`` | memory after 500 pushes | after 50 | at most 1.02 |
 
 Of two models, SmolLM2-135M and a random one of 500 million parameters, the key holds the worse figure; ``modes`` holds
-the ratio of the whole push and the stall in seconds for ``abort``, ``keep`` and ``wait``. ``None``: not measured, or
-not there yet. ``--quick`` takes a tiny model, whose figures say nothing.
+the ratio of the whole push and the stall in seconds for ``abort``, ``keep`` and ``wait``. ``None``: not measured.
+``--quick`` takes a tiny model, whose figures say nothing.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from weight_sync.buckets import pack, plan_buckets
 from weight_sync.group import GlooGroup, send_buckets
 from weight_sync.push import Pusher
 from weight_sync.source import DeepSpeedSource
+from weight_sync.staging import StagingDevice
 
 IN_FLIGHT = 32
 PROMPT_TOKENS = 16
@@ -36,18 +37,23 @@ class Bench:
     """One engine, one learner, and what is measured between them."""
 
     def __init__(self, engine: Engine, model: Any, bucket_bytes: int) -> None:
-        self.engine, self.bucket_bytes = engine, bucket_bytes
+        self.engine, self.model, self.bucket_bytes = engine, model, bucket_bytes
         self.vocabulary = int(model.config.vocab_size)
         self.side = OneEngine(engine)
-        self.learner = ModuleLearner(model, engine, bucket_bytes=bucket_bytes)
-        self.pusher = Pusher(self.learner, self.side, timeout=CALL_SECONDS, drain_timeout=CALL_SECONDS)
+        self.use(staged=False)
         self.source = DeepSpeedSource(model, bucket_bytes=bucket_bytes)
         self.version = -1
 
-    async def push(self, pusher: Pusher | None = None) -> tuple[float, float]:
+    def use(self, staged: bool) -> None:
+        """Push so from now on. The next push builds a transfer group: an engine is told there where weights arrive."""
+        staging: StagingDevice | None = "device" if staged else None
+        self.learner = ModuleLearner(self.model, self.engine, bucket_bytes=self.bucket_bytes, staging=staging)
+        self.pusher = Pusher(self.learner, self.side, timeout=CALL_SECONDS, drain_timeout=CALL_SECONDS, staged=staged)
+
+    async def push(self) -> tuple[float, float]:
         """One push; when its gate began to close, and when it was over."""
         self.version += 1
-        report = await (pusher or self.pusher).push(self.version)
+        report = await self.pusher.push(self.version)
         over = time.monotonic()
         return over - report.pause_seconds, over
 
@@ -126,14 +132,24 @@ class Bench:
         await asyncio.wait_for(sampling, CALL_SECONDS)
         return seconds
 
-    async def stall(self, mode: PushMode, pusher: Pusher | None = None) -> float:
+    async def staged_stall(self) -> float:
+        """The same as :meth:`stall` of mode ``abort``, of a staged push."""
+        self.use(staged=True)
+        await self.push()
+        try:
+            return await self.stall("abort")
+        finally:
+            self.use(staged=False)
+            await self.push()
+
+    async def stall(self, mode: PushMode) -> float:
         """Seconds of the longest gap in the token stream around a push, with :data:`IN_FLIGHT` rollouts."""
         self.side.mode = mode
         before = await self._generated()
         batches = [self._sample(IN_FLIGHT, MANY_TOKENS)]
         arrivals = asyncio.create_task(self._arrivals())
         await self._reach(before + IN_FLIGHT * TOKENS_BEFORE)
-        pushing = asyncio.create_task(self.push(pusher))
+        pushing = asyncio.create_task(self.push())
         if mode == "wait":  # the others run to their end; these wait at the gate
             await self._until_closed(pushing)
             batches.append(self._sample(IN_FLIGHT, MANY_TOKENS))

@@ -34,25 +34,15 @@ from tests.tiny import engine_settings
 from trainer.config import WeightSyncConfig
 from trainer.leave import leave
 from weight_sync.buckets import plan_buckets
-from weight_sync.push import Pusher
 
 MODES: tuple[PushMode, ...] = ("abort", "keep", "wait")
 MEASURES = ("transfer", "push", "stall")
 Samples = dict[str, list[float]]
 
 
-def staged_pusher(bench: Bench) -> Pusher | None:
-    """What pushes while generation goes on and pauses only to swap, over ``bench.learner`` and ``bench.side``.
-
-    ``None``: there is no staging yet.
-    """
-    return None
-
-
 async def measure(bench: Bench, measures: list[str], repeat: int) -> Samples:
     """Everything that is asked for, in turns, ``repeat`` times after one turn that does not count."""
     samples: Samples = defaultdict(list)
-    staged = staged_pusher(bench) if "stall" in measures else None
     await bench.push()
     for turn in range(repeat + 1):
         taken: dict[str, float] = {}
@@ -64,8 +54,7 @@ async def measure(bench: Bench, measures: list[str], repeat: int) -> Samples:
             taken |= {f"push {mode}": await bench.whole_push(mode) for mode in MODES}
         if "stall" in measures:
             taken |= {f"stall {mode}": await bench.stall(mode) for mode in MODES}
-            if staged is not None:
-                taken["stall staged"] = await bench.stall("abort", staged)
+            taken["stall staged"] = await bench.staged_stall()
         print(
             f"turn {turn} of {repeat}: {', '.join(f'{name} {value:.3f}' for name, value in taken.items())}", flush=True
         )
@@ -85,8 +74,7 @@ def figures(samples: Samples) -> dict[str, Any]:
         alone = middle["transfer"] + middle["reload"]
         found |= {f"push_ratio {mode}": middle[f"push {mode}"] / alone for mode in MODES}
     if "stall abort" in middle:
-        staged = middle.get("stall staged")
-        found["staged_stall_ratio"] = staged / middle["stall abort"] if staged is not None else None
+        found["staged_stall_ratio"] = middle["stall staged"] / middle["stall abort"]
     return found
 
 
