@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# As in a run, see trainer/ray_session.py: a thread that outlives the Ray of its test must not start another one.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -63,6 +63,9 @@ class RaySession:
 def _set_environment(config: Config) -> None:
     """Before anything imports Ray."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A call of Ray without Ray starts it by default: one from a thread that was given up would do so behind a run's
+    # end. Such daemons die with that thread, and a minute later Ray ends the process, without a word.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     # Ray gives its workers the niceness 15: whatever else a machine does would take the cores from engines and learner.
     os.environ.setdefault("RAY_worker_niceness", "0")
     if config.hardware == "cpu":
