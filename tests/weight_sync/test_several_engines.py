@@ -63,6 +63,10 @@ class Engines:
         return False
 
 
+def vllm_processes() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -80,6 +84,7 @@ async def engines(tmp_path_factory):
             environment={**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )
     )
+    before = vllm_processes()  # other tests share an engine that is still there
     await single.start()
     split = Engine(
         engine_settings(
@@ -94,7 +99,7 @@ async def engines(tmp_path_factory):
         )
     )
     await split.start()
-    processes = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    processes = vllm_processes() - before
     assert len(processes) == 4, "two engine cores, and two workers of one of them"
     yield [single, split]
     await split.shutdown()

@@ -39,7 +39,7 @@ class Slow(ModuleLearner):
     """Sends its last tensor only after the engine has sampled more tokens than it had when the transfer began."""
 
     def _source(self) -> DeepSpeedSource:
-        engine, loop = self._engine, asyncio.get_running_loop()
+        (engine,), loop = self._engines, asyncio.get_running_loop()
 
         def sampled() -> float:
             return asyncio.run_coroutine_threadsafe(engine.stats(), loop).result(60)["generated_tokens"]
