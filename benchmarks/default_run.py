@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 import psutil
 
-GIB = 1 << 30
+from benchmarks.report import GIB, machine, table, write_json
 
 
 class MemoryPeak(threading.Thread):
@@ -99,23 +98,6 @@ def measure(recipe: str, seed: int, overrides: list[str], folder: Path) -> dict[
     }
 
 
-def machine() -> str:
-    """The machine in one phrase."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
-        model = match[1]
-    memory = psutil.virtual_memory().total / GIB
-    return f"{model}, {psutil.cpu_count()} cores, {memory:.0f} GiB"
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
-    columns = list(rows[0])
-    cells = [[f"{row[c]:.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, ["---"] * len(columns), *cells])
-
-
 def main() -> None:
     """Run every seed, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,8 +115,7 @@ def main() -> None:
             rows.append(measure(recipe, seed, overrides, Path(folder) / "run"))
         print(table(rows[-1:]), flush=True)
     print(f"\n{machine()}; recipe {recipe}\n\n{table(rows)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "recipe": recipe, "runs": rows}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": machine(), "recipe": recipe, "runs": rows})
 
 
 if __name__ == "__main__":

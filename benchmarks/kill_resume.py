@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.default_run import machine
+from benchmarks.report import machine, steps_made, write_json
 
 STEPS, PROMPTS = 12, 4
 """One pass over the 48 prompts of ci_tiny."""
@@ -71,26 +71,21 @@ def _wait_for_the_moment(run: subprocess.Popen[bytes], run_dir: Path, dice: rand
     started = time.monotonic()
     if dice.random() < KILLS_IN_START:
         _sleep_beside(run, dice.uniform(0.0, START_SECONDS))
-        return _steps(run_dir)
-    step = dice.randint(min(_steps(run_dir) + 1, STEPS), STEPS)
-    while run.poll() is None and _steps(run_dir) < step:
+        return steps_made(run_dir)
+    step = dice.randint(min(steps_made(run_dir) + 1, STEPS), STEPS)
+    while run.poll() is None and steps_made(run_dir) < step:
         if time.monotonic() - started > PATIENCE:
             run.kill()
             raise RuntimeError(f"no {step} steps within {PATIENCE:g} s after a start")
         time.sleep(0.02)
     _sleep_beside(run, dice.uniform(0.0, AFTER_A_STEP))
-    return _steps(run_dir)
+    return steps_made(run_dir)
 
 
 def _sleep_beside(run: subprocess.Popen[bytes], seconds: float) -> None:
     until = time.monotonic() + seconds
     while run.poll() is None and time.monotonic() < until:
         time.sleep(0.02)
-
-
-def _steps(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def faults(run_dir: Path) -> list[str]:
@@ -146,8 +141,7 @@ def main() -> int:
         "runs": runs,
     }
     print(f"{report['kills']} kills of {len(runs)} runs; {len(runs) - wrong} runs exact")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(arguments.json, report)
     return wrong
 
 

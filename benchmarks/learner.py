@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.default_run import machine, table
+from benchmarks.report import machine, table, write_json
 from tests.tiny import learner_spec, tiny_llama
 from trainer.config import LearnerConfig, OptimizerConfig
 from trainer.learner import Learner
@@ -247,8 +247,7 @@ def main() -> None:
     figures = run(arguments)
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
     print(f"{machine()}\n\n{table(rows)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), **figures}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": machine(), **figures})
 
 
 if __name__ == "__main__":

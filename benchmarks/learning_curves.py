@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves_page import write_page
-from benchmarks.default_run import machine
+from benchmarks.report import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = tuple(sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml")))

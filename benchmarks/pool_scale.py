@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import random
 import statistics
 import time
@@ -27,7 +26,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.default_run import machine, table
+from benchmarks.report import machine, table, write_json
 from generator import virtual_time
 from generator.link import Returned
 from generator.pool import EnginePool
@@ -345,8 +344,7 @@ def main() -> None:
         f"{rows[-1]['in_flight']} against {rows[0]['in_flight']} in flight: {result['driver_cpu_ratio']:.2f} x the "
         f"driver's CPU time per finished rollout, {result['push_cpu_ratio']:.2f} x per push"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

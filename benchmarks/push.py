@@ -36,8 +36,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.default_run import machine
 from benchmarks.push_models import NAMES, TINY
+from benchmarks.report import machine, write_json
 
 PART_SECONDS, TOTAL_SECONDS = 480.0, 1440.0
 ENGINE_PARTS = ("transfer", "push", "stall")
@@ -138,8 +138,7 @@ def main() -> int:
         left = TOTAL_SECONDS - (time.monotonic() - started)
         reports[name] = run(command, min(PART_SECONDS, max(0.0, left)))
         result = {"machine": machine(), **summary(reports), "modes": by_mode(reports), "parts": reports}
-        if arguments.json:  # after every part: what is measured is kept, whatever the next one does
-            arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(arguments.json, result)  # after every part: what is measured is kept, whatever the next one does
     print(f"\n{machine()}\n")
     for key, value in summary(reports).items():
         print(f"| {key} | {value if value is None else f'{value:.3f}'} |")

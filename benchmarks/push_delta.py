@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.default_run import machine
+from benchmarks.report import figures, machine, write_json
 
 RUN_SECONDS = 420.0
 
@@ -53,9 +53,8 @@ def main() -> None:
     recipe = "ci_tiny" if arguments.quick else "gsm8k_fully_async"
     report = run(recipe, arguments.steps, arguments.overrides)
     print(machine())
-    print("\n".join(f"{name}: {value}" for name, value in report.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(figures(report))
+    write_json(arguments.json, report)
 
 
 if __name__ == "__main__":

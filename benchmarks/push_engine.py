@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from collections import defaultdict
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks import push_models
-from benchmarks.default_run import machine, table
 from benchmarks.push_bench import IN_FLIGHT, ONE_TOKENS, PROMPT_TOKENS, Bench
+from benchmarks.report import machine, table, write_json
 from generator.engine import Engine
 from generator.launch import EngineSettings
 from generator.link import PushMode
@@ -131,8 +130,7 @@ def main() -> None:
     ]
     print(f"{machine()}; {report['model']}, {report['dtype']}, {report['bytes'] >> 20} MiB\n\n{table(rows)}\n")
     print("\n".join(f"{name}: {value}" for name, value in report.items() if "ratio" in name))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.default_run import machine
+from benchmarks.report import figures, machine, write_json
 from generator.engine import Engine
 from generator.resume import Sampling
 from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, tiny_llama
@@ -84,9 +83,8 @@ def main() -> None:
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments.pushes, arguments.settled))
     print(machine())
-    print("\n".join(f"{name}: {value}" for name, value in report.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(figures(report))
+    write_json(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import json
 import statistics
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.default_run import machine, table
+from benchmarks.report import machine, table, write_json
 from generator.engine import Engine
 from generator.launch import EngineSettings
 from generator.link import KvCache, PushMode
@@ -162,8 +161,7 @@ def main() -> None:
         parser.error("--model PATH is needed without --quick")
     rows = asyncio.run(run(arguments))
     print(f"{machine()}\n\n{table(rows)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "runs": rows}, indent=2) + "\n")
+    write_json(arguments.json, {"machine": machine(), "runs": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import re
 import tempfile
 from multiprocessing.connection import Connection
@@ -25,7 +24,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from benchmarks import push_models
-from benchmarks.default_run import machine
+from benchmarks.report import figures, machine, write_json
 from tests.tiny import learner_spec
 from trainer.batching import TrainRollout
 from trainer.config import LearnerConfig, WeightSyncConfig
@@ -198,9 +197,8 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.model, arguments.path, arguments.dtype, arguments.bucket_kib << 10, arguments.pushes)
     print(machine())
-    print("\n".join(f"{name}: {value}" for name, value in report.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(figures(report))
+    write_json(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.default_run import machine
 from benchmarks.pool_scale import QUICK_SCALE, SCALE
 from benchmarks.pool_scale import measure as measure_scale
+from benchmarks.report import machine, steps_made, write_json
 from generator.engine import Engine
 from generator.resume import Sampling
 from generator.rollout import Rollout, RolloutError
@@ -200,7 +200,7 @@ def _kill_again_and_again(run: subprocess.Popen[bytes], run_dir: Path, count: in
         time.sleep(dice.uniform(*PAUSE_SECONDS))
         if victims := _processes(run.pid, dice.choice(VICTIMS)):
             dice.choice(victims).kill()
-            steps_at_kill.append(_steps(run_dir))
+            steps_at_kill.append(steps_made(run_dir))
     return steps_at_kill
 
 
@@ -209,11 +209,6 @@ def _serving(run_dir: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int(request(run_dir, {})["engines_serving"])
     return 0
-
-
-def _steps(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def _processes(root: int, name: str) -> list[psutil.Process]:
@@ -275,8 +270,7 @@ def main() -> int:
             for name, value in report.items()
         )
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(arguments.json, report)
     return faults(report)
 
 

@@ -150,9 +150,8 @@ def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePo
     )
 
 
-def _verification(config: Config, inputs: Inputs) -> Verification:
+def _verification(config: Config, inputs: Inputs, context: int) -> Verification:
     """How pushes are proven. Canary sequences fit the engines' context beside the token that vLLM always samples."""
-    context = engine_settings(config, inputs.model, inputs.longest_prompt).max_model_len
     known = len(inputs.tokenizer)
     sequences = canary_sequences(min(known, inputs.model.vocabulary or known), context - 1, config.seed)
     return Verification(config.weight_sync.verify, inputs.model.dtype, sequences)
@@ -168,7 +167,8 @@ def _parts(
 ) -> Parts:
     from trainer.loop import Parts
 
-    sampling = engine_settings(config, inputs.model, inputs.longest_prompt).sampling  # the same for every engine
+    settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
+    sampling = settings.sampling
     return Parts(
         config=config,
         prompts=inputs.prompts,
@@ -182,7 +182,7 @@ def _parts(
             config.weight_sync.timeout,
             connect=lambda: connect(config, learner, engines),
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
-            verification=_verification(config, inputs),
+            verification=_verification(config, inputs, settings.max_model_len),
             staged=config.weight_sync.staging,
             deltas=config.weight_sync.delta,
             dense_every=config.weight_sync.dense_every,

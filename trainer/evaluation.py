@@ -95,14 +95,6 @@ def _pass_at(k: int, rewards: Sequence[float], pass_reward: float) -> float:
     return 1.0 - math.comb(failed, k) / math.comb(len(rewards), k)
 
 
-def _nobody() -> int:
-    return 1
-
-
-def _unreported(version: int, metrics: dict[str, float]) -> None:
-    pass
-
-
 @dataclass
 class Evaluations:
     """The evaluations of a run: which versions are evaluated, and the one that is going on. None without evaluator.
@@ -114,8 +106,8 @@ class Evaluations:
     evaluator: Evaluator | None = None
     every: int = 0
     last: int = 0
-    serving: Callable[[], int] = _nobody
-    report: Callable[[int, dict[str, float]], None] = _unreported
+    serving: Callable[[], int] = lambda: 1
+    report: Callable[[int, dict[str, float]], None] = lambda version, metrics: None
     reported: Callable[[int], bool] = lambda version: False
     _version: int = field(default=0, init=False)
     _running: asyncio.Task[dict[str, float]] | None = field(default=None, init=False)

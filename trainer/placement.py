@@ -62,12 +62,10 @@ def prompt_limit(config: Config, model: ResolvedModel) -> int:
 
 def longest_response(config: Config) -> tuple[str, int]:
     """The largest response budget, in tokens, and the key that sets it."""
-    evaluation = config.evaluation.max_tokens if config.evaluation.every else 0
-    return max(("sampling.max_tokens", config.sampling.max_tokens), ("evaluation.max_tokens", evaluation), key=_tokens)
-
-
-def _tokens(budget: tuple[str, int]) -> int:
-    return budget[1]
+    training, evaluation = config.sampling.max_tokens, config.evaluation.max_tokens
+    if config.evaluation.every and evaluation > training:
+        return "evaluation.max_tokens", evaluation
+    return "sampling.max_tokens", training
 
 
 def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> Sampling:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
+from weight_sync.background import in_thread
 from weight_sync.client import Client, EngineClient
 from weight_sync.delta import Delta
 from weight_sync.gloo_trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
@@ -213,22 +214,14 @@ class WeightSender:
         import torch
 
         device = torch.cuda.current_device()
-        outcome: dict[str, Any] = {}
 
-        def run() -> None:
+        def run() -> Any:
             torch.cuda.set_device(device)  # the current device is a thread's own
-            try:
-                outcome["result"] = call()
-            except BaseException as error:
-                outcome["error"] = error
+            return call()
 
-        thread = threading.Thread(target=run, name=f"{self._backend}-weight-transfer", daemon=True)
-        thread.start()
-        thread.join(self._timeout)
-        if thread.is_alive():
+        ended = in_thread(run, f"{self._backend}-weight-transfer")
+        if not wait([ended], timeout=self._timeout).done:
             raise TimeoutError(
                 f"the {self._backend} transfer did not end within {self._timeout:g} s (weight_sync.timeout)"
             )
-        if "error" in outcome:
-            raise outcome["error"]
-        return outcome.get("result")
+        return ended.result()
