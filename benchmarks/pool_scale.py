@@ -40,6 +40,7 @@ from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
 from trainer.episodes import SingleTurn
 from trainer.loop import Parts, train
+from trainer.step_metrics import StepResult
 from weight_sync.push import Pusher
 from weight_sync.simulated import SimulatedSender
 
@@ -187,8 +188,8 @@ class Nothing:
         """The driver's CPU time at the marks."""
         self.done = asyncio.Event()
 
-    async def train(self, rollouts: Any, version: int) -> dict[str, float]:
-        return {}
+    async def train(self, rollouts: Any, version: int) -> StepResult:
+        return StepResult({})
 
     async def score(self, prompt: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
         return tuple(ScoredRollout(rollout, "", 1.0, {}) for rollout in rollouts)
