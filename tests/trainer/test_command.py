@@ -226,6 +226,10 @@ def act_after(
         output.append(line)
         if re.search(line_like, line):
             break
+    else:
+        pytest.fail(
+            f"the command ended with {process.wait(timeout=60)} before a line like {line_like!r}:\n" + "".join(output)
+        )
     DESCENDANTS.update(descendants(process))
     try:
         act(process)
