@@ -1,5 +1,5 @@
 # make train ARGS="steps=20"   train; ARGS are Hydra overrides, RECIPE=ci_tiny takes another recipe
-# make test                    all tests; TESTS="tests/trainer -k advantage" takes some, TESTS="-m 'not engine'" the quick ones
+# make test                    all tests; TESTS="tests/trainer -k advantage" takes some, TESTS="-m 'not engine'" the quick ones, TESTS="-n 0" in one process
 # make lint | format           what CI checks | what can be repaired by itself
 # make lock                    requirements/*.lock from pyproject.toml; LOCK="--upgrade cpu" for newer versions of one
 # make clean | distclean       caches and build products | the virtual environment too
@@ -32,7 +32,7 @@ train: setup
 	@exec $(PYTHON) -m trainer recipe=$(RECIPE) $(ARGS)
 
 test: setup
-	@exec $(PYTHON) -m pytest $(TESTS)
+	@exec $(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(TESTS)
 
 lint: setup
 	ruff check

@@ -2,8 +2,8 @@
 
     python -m benchmarks.learner [--model PATH] [--json PATH] [--quick] [--engine]
 
-Both train the same model on the same batches with the same threads, and take turns; a figure is the ratio of the
-medians. The bare loop is a good one: it pads to the longest rollout of the batch, fills micro-batches up to the same
+Both train the same model on the same batches with the same threads, and take turns; a figure is the median of the
+ratios of the turns, since the speed of a shared machine changes from one turn to the next. The bare loop is a good one: it pads to the longest rollout of the batch, fills micro-batches up to the same
 token budget, and runs the head on the response tokens alone.
 
 `throughput_ratio_padded`: all rollouts are equally long, so there is nothing to gain from batching; what is measured is
@@ -151,10 +151,12 @@ def throughput(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 started = time.perf_counter()
                 make(rollouts)
                 seconds[who].append(time.perf_counter() - started)
-        medians = {who: statistics.median(values) for who, values in seconds.items()}
         tokens = sum(len(r.prompt_token_ids) + len(r.response_token_ids) - 1 for r in rollouts)
-        figures |= {f"{who}_tokens_per_second_{name}": tokens / value for who, value in medians.items()}
-        figures[f"throughput_ratio_{name}"] = medians["bare"] / medians["learner"]
+        for who, values in seconds.items():
+            figures[f"{who}_tokens_per_second_{name}"] = tokens / statistics.median(values)
+        turns = [bare_loop / ours for bare_loop, ours in zip(seconds["bare"], seconds["learner"], strict=True)]
+        figures[f"throughput_ratio_{name}"] = statistics.median(turns)
+        figures[f"throughput_ratios_{name}"] = [round(turn, 3) for turn in sorted(turns)]
     for learner in learners:  # the first one, whose process group the others share, comes last
         learner.close()
     return figures
