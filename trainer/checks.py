@@ -51,6 +51,18 @@ def check(config: Config) -> None:
         raise ConfigError(found)
     _check_parallelism(config)
     _check_evaluation(config)
+    _check_conditions(config)
+
+
+def _check_conditions(config: Config) -> None:
+    if not config.checks:
+        return
+    from trainer.conditions import ConditionError, read_conditions  # reads the catalogue of metrics, and with it numpy
+
+    try:
+        read_conditions(config.checks)
+    except ConditionError as error:
+        raise ConfigError(f"`checks`: {error}") from None
 
 
 def _check_evaluation(config: Config) -> None:

@@ -246,6 +246,7 @@ class Config:
     steps: int = MISSING  # batches to learn from; each is a policy version
     run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"  # the run folder
     resume: str = "auto"  # auto, never, or the path of a checkpoint
+    checks: list[str] = field(default_factory=list)  # what `python -m trainer.check` asks of the run when it is over
     reward: Any = None  # dotted path, or a list of {name, function, weight}; none: the task's own
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,0 +1,98 @@
+"""``python -m trainer.check RUN_DIR [CONDITION ...]``: did a run do what it should have done?
+
+Conditions compare statistics of metrics with numbers: 'last10("reward/mean") > 0.6', 'max("mismatch/kl") < 0.05',
+'last10("reward/mean") >= 2 * first10("reward/mean")', 'summary("status") == "done"'. Without any, those of the run's
+recipe are taken (`checks` in its configuration).
+
+Exit codes: 0 all hold, 1 one does not, 2 the folder or a condition cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from trainer.conditions import ConditionError, Verdict, read_conditions
+
+
+class UnreadableError(ValueError):
+    """What was given cannot be judged. The message says why; exit code 2."""
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file. A last line without an end, of a run that was killed, is left out."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UnreadableError(f"{path}:{number}: not a line of JSON: {error.msg}") from None
+    return rows
+
+
+def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Rows of metrics, summary, and the conditions of the recipe, of a run folder."""
+    if not (folder / "metrics.jsonl").is_file():
+        raise UnreadableError(f"{folder} is no run folder: it holds no metrics.jsonl")
+    summary, config = folder / "summary.json", folder / "config.yaml"
+    try:
+        settings = OmegaConf.load(config)
+        # A run that was killed has no summary; conditions about it say so.
+        written = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    except YAMLError as error:
+        raise UnreadableError(f"{config}: not YAML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"{summary}: not JSON: {error}") from None
+    checks = settings.get("checks", []) if isinstance(settings, DictConfig) else []
+    return read_rows(folder / "metrics.jsonl"), written, [str(condition) for condition in checks]
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """The verdicts in Markdown, which reads as well in a terminal."""
+    rows = [("", "condition", "seen"), *(("pass" if v.passed else "FAIL", v.condition, v.seen) for v in verdicts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *body = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *body])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judge, print the table, return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("conditions", nargs="*", metavar="CONDITION")
+    parser.add_argument(
+        "--summary", type=Path, default=os.environ.get("GITHUB_STEP_SUMMARY"),
+        help="append the table to this Markdown file; default: $GITHUB_STEP_SUMMARY, the page of a GitHub workflow",
+    )  # fmt: skip
+    given = parser.parse_args(arguments)
+    try:
+        rows, summary, checks = read_run(given.run_dir)
+        conditions = read_conditions(given.conditions or checks)
+        if not conditions:
+            raise UnreadableError("no condition is given, and the run's recipe has no `checks`")
+    except (UnreadableError, ConditionError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    verdicts = [condition.judge(rows, summary) for condition in conditions]
+    failed = sum(not verdict.passed for verdict in verdicts)
+    title = f"{given.run_dir}: {len(verdicts) - failed} of {len(verdicts)} conditions hold, {len(rows)} steps"
+    print(f"{title}\n\n{table(verdicts)}")
+    if given.summary:
+        with open(given.summary, "a", encoding="utf-8") as page:
+            page.write(f"### {title}\n\n{table(verdicts)}\n\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
