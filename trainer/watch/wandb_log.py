@@ -125,7 +125,7 @@ class WandbLog:
         # `silent` keeps wandb's banner and warnings off a screen with a progress bar; `announce` says what matters.
         wandb.setup(wandb.Settings(silent=True))
         if mode == "auto":
-            mode, why = _logged_in_mode(wandb)
+            mode, why = logged_in_mode(wandb)
         try:
             self._run = self._init(wandb, mode)
         except Exception as error:
@@ -213,7 +213,8 @@ def configured_mode(mode: str, environment: Mapping[str, str]) -> tuple[str, str
     return "auto", "logged in?"
 
 
-def _logged_in_mode(wandb: Any) -> tuple[str, str]:
+def logged_in_mode(wandb: Any) -> tuple[str, str]:
+    """What ``auto`` means here, and why. Asks neither a person nor the network."""
     try:
         logged_in = wandb.login(verify=False, prompt=False)
     except Exception as error:  # a malformed key, for example: wandb raises several types of its own
