@@ -12,6 +12,7 @@ from generator.actor import RayEngine
 from generator.pool import EnginePool
 from generator.resume import Sampling
 from trainer.admission import Admission
+from trainer.best_checkpoint import record_best
 from trainer.collector import relax_collector
 from trainer.config import Config
 from trainer.conversation import TextCodec
@@ -140,12 +141,17 @@ def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePo
     if not config.evaluation.every:
         return Evaluations()
     episodes = _episodes(config, inputs, watch, engines, evaluation_sampling(config, sampling))
+
+    def report(version: int, metrics: dict[str, float]) -> None:
+        watch.evaluation(version, metrics)
+        record_best(config.run_dir, config.checkpoint.best)
+
     return Evaluations(
         Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward),
         config.evaluation.every,
         last=config.steps,
         serving=lambda: engines.serving,
-        report=watch.evaluation,
+        report=report,
         reported=watch.evaluated,
     )
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from trainer import allowed
 from trainer.algorithm import combinations
-from trainer.config import Config
+from trainer.config import CheckpointConfig, Config
+from trainer.nearest import nearest
 
 UNSUPPORTED: dict[str, str] = {
     "sampling.n": "every rollout is a request of its own; `sampling.group_size` says how many a prompt gets",
@@ -51,6 +52,27 @@ def check(config: Config) -> None:
         raise ConfigError(found)
     _check_parallelism(config)
     _check_evaluation(config)
+    _check_best(config)
+
+
+def _check_best(config: Config) -> None:
+    """A metric that no step or evaluation of this run has would keep nothing, without a word."""
+    metric, evaluation = config.checkpoint.best, config.evaluation
+    if metric is None or metric == CheckpointConfig.best:  # the default keeps nothing in a run without evaluations
+        return
+    from trainer.watch import catalogue  # not at every start: it comes with the console
+
+    if catalogue.unknown([metric]):
+        names = [found.name for found in (*catalogue.EVALUATION, *catalogue.METRICS)]
+        raise ConfigError(f"`checkpoint.best={metric}` is no metric{nearest(metric, names)}")
+    if metric.startswith("eval/") and not evaluation.every:
+        raise ConfigError(f"`checkpoint.best={metric}` needs evaluations; set `evaluation.every`")
+    pass_metrics = [f"eval/pass@{2**power}" for power in range(evaluation.rollouts.bit_length())]
+    if metric.startswith("eval/pass@") and metric not in pass_metrics:
+        raise ConfigError(
+            f"`checkpoint.best={metric}`: with `evaluation.rollouts={evaluation.rollouts}` k is 1, 2, 4, ... up to "
+            f"{evaluation.rollouts}"
+        )
 
 
 def _check_evaluation(config: Config) -> None:

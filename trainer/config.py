@@ -219,6 +219,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only at the end and on interrupt
     keep: int = 2  # newest checkpoints that are kept
+    best: str | None = "eval/reward_mean"  # the one with the largest value of this metric is kept too; null: none
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from generator.link import root_cause
 from generator.task import DataError, ModelError
+from trainer.best_checkpoint import record_best
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.dotted import DottedPathError
@@ -106,6 +107,7 @@ async def supervise(
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     continue_from(state, kept, parts)
+                    record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
                 async with listening(parts, config.run_dir):

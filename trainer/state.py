@@ -26,17 +26,19 @@ from generator.link import root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.task import DataError
+from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import (
     STATE_FILE,
     check_room,
     checkpoint_path,
     checkpoints,
+    drop_others,
     move_into_place,
     put_back_replaced,
     torn,
 )
 from trainer.checks import ConfigError, get
-from trainer.config import Config, SamplingConfig
+from trainer.config import CheckpointConfig, Config, SamplingConfig
 from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
@@ -176,11 +178,16 @@ def is_done(config: Config, state: RunState) -> bool:
     return state.step == config.steps == summary.get("steps") and summary.get("status") == "done"
 
 
-def commit(temporary: Path, final: Path, state: RunState, kept: KeptGroups, keep: int) -> None:
-    """Complete the checkpoint in ``temporary`` and move it to ``final``, see :func:`move_into_place`."""
+def commit(temporary: Path, final: Path, state: RunState, kept: KeptGroups, settings: CheckpointConfig) -> None:
+    """Complete the checkpoint in ``temporary``, move it to ``final``, and drop those that need not be kept.
+
+    The evaluation of an older checkpoint's version has ended by now: a push waits for it. So what is dropped here had
+    its chance to be the best.
+    """
     write_groups(temporary, kept)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-    move_into_place(temporary, final, keep)
+    move_into_place(temporary, final)
+    drop_others(final, settings.keep, record_best(final.parent.parent, settings.best))
 
 
 def continue_from(state: RunState, kept: KeptGroups, parts: Parts) -> None:
@@ -235,5 +242,5 @@ async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = N
     state = RunState(
         step, parts.config.model.path, parts.prompts.state_dict(), parts.watch.state_dict(), kept.first_number
     )
-    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint.keep)
+    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint)
     return final

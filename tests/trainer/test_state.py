@@ -29,7 +29,7 @@ def write(run_dir, step: int, keep: int = 9, prompts=None, kept=KeptGroups(first
     temporary.mkdir(parents=True)
     position = (prompts or stream()).state_dict()
     state = RunState(step=step, model="auto", prompts=position, totals=TOTALS, next_group=kept.first_number)
-    commit(temporary, final, state, kept, keep)
+    commit(temporary, final, state, kept, CheckpointConfig(keep=keep))
     return final
 
 
