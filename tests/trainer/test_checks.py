@@ -61,7 +61,10 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"learner.minibatches": 1000, "algorithm.proximal": "recomputed"}, ["batch.prompts", "learner.epochs"]),
         ({"learner.offload": True}, ["learner.zero_stage"]),
         ({"learner.offload": True, "learner.zero_stage": 2}, ["hardware=cpu", "saves nothing"]),
-        ({"checkpoint.best": "eval/reward_men"}, ["checkpoint.best=eval/reward_men", "did you mean `eval/reward_mean`"]),
+        (
+            {"checkpoint.best": "eval/reward_men"},
+            ["checkpoint.best=eval/reward_men", "did you mean `eval/reward_mean`"],
+        ),
         ({"checkpoint.best": "eval/pass@1"}, ["checkpoint.best=eval/pass@1", "evaluation.every"]),
         (
             {"checkpoint.best": "eval/pass@4", "evaluation.every": 5, "evaluation.rollouts": 3},
