@@ -16,7 +16,7 @@ from trainer.best_checkpoint import record_best
 from trainer.collector import relax_collector
 from trainer.config import Config
 from trainer.conversation import TextCodec
-from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn
+from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn, Trace
 from trainer.evaluation import Evaluations, Evaluator
 from trainer.inputs import Inputs
 from trainer.placement import (
@@ -54,7 +54,7 @@ async def assemble(
     ``first_step`` is the number of steps made before, in the run that this one continues; ``resources`` is
     what the cluster has.
     """
-    engines = EnginePool(lambda number: _make_engine(config, inputs, first_step, number), pool_settings(config))
+    engines = EnginePool(lambda number: make_engine(config, inputs, first_step, number), pool_settings(config))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engines.shutdown)
         watch.waiting(f"starting {config.engine.count} engine(s) and {config.learner.ranks} learner rank(s)")
@@ -69,9 +69,14 @@ async def assemble(
         yield _parts(config, inputs, watch, engines, learner, resources)
 
 
-def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
+def make_engine(
+    config: Config, inputs: Inputs, first_step: int, number: int, loaded_version: int | None = None
+) -> RayEngine:
+    """Engine ``number``, not started; ``loaded_version`` is that of the weights in the model folder, if it is to load
+    them."""
+    settings = engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number)
     return RayEngine(
-        engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number),
+        replace(settings, loaded_version=loaded_version),
         engine_resources(config),
         config.engine.start_timeout,
         INNER_SHARE * config.weight_sync.timeout,
@@ -119,35 +124,43 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
     )
 
 
-def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> EpisodeSource:
+def make_episodes(
+    config: Config, inputs: Inputs, trace: Trace, engines: EnginePool, sampling: Sampling
+) -> EpisodeSource:
+    """What samples prompts and scores them: reward functions behind one turn, or the task's environment."""
     codec = TextCodec(inputs.tokenizer)
     drop_group = config.engine.on_failed == "drop_group"
     if inputs.environment is None:
         scorer = RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers)
-        return SingleTurn(engines, scorer, codec.decode, watch.trace, drop_group, sampling)
+        return SingleTurn(engines, scorer, codec.decode, trace, drop_group, sampling)
     _ = codec.texts  # read now, while nothing runs that it would hold up
     return MultiTurn(
         inputs.environment,
         engines,
         sampling,
         codec,
-        watch.trace,
+        trace,
         timeout=config.rewarding.timeout,
         drop_group=drop_group,
     )
 
 
+def make_evaluator(config: Config, inputs: Inputs, trace: Trace, engines: EnginePool, sampling: Sampling) -> Evaluator:
+    """What evaluates a version that ``engines`` serve; ``sampling`` is that of training."""
+    episodes = make_episodes(config, inputs, trace, engines, evaluation_sampling(config, sampling))
+    return Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward)
+
+
 def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> Evaluations:
     if not config.evaluation.every:
         return Evaluations()
-    episodes = _episodes(config, inputs, watch, engines, evaluation_sampling(config, sampling))
 
     def report(version: int, metrics: dict[str, float]) -> None:
         watch.evaluation(version, metrics)
         record_best(config.run_dir, config.checkpoint.best)
 
     return Evaluations(
-        Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward),
+        make_evaluator(config, inputs, watch.trace, engines, sampling),
         config.evaluation.every,
         last=config.steps,
         serving=lambda: engines.serving,
@@ -179,7 +192,7 @@ def _parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
-        episodes=_episodes(config, inputs, watch, engines, sampling),
+        episodes=make_episodes(config, inputs, watch.trace, engines, sampling),
         evaluations=_evaluations(config, inputs, watch, engines, sampling),
         learner=learner,
         pusher=Pusher(

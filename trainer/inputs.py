@@ -53,10 +53,10 @@ def load_inputs(config: Config) -> Inputs:
             "`reward` unset"
         )
     rewards = () if environment else resolve_rewards(config.reward, task.rewards())
-    model = _resolve(config, config.model.path)
+    model = find_model(config, config.model.path)
     check_tensor_parallel(config, model)
     kl = config.algorithm.kl
-    reference = _resolve(config, kl.model) if kl.coefficient > 0 and kl.model else None
+    reference = find_model(config, kl.model) if kl.coefficient > 0 and kl.model else None
     tokenizer = load_tokenizer(model.path)
     longest = prompt_limit(config, model)
     prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=longest)
@@ -72,14 +72,15 @@ def _held_out_rows(config: Config, data: TaskData) -> list[Mapping[str, Any]]:
         return []
     if not len(data.eval_rows):
         raise ConfigError(
-            f"`evaluation.every={config.evaluation.every}`: the data holds no rows out ({data.source}); set "
-            "`data.eval_path` to a file of rows that are not trained on, or `evaluation.every=0`"
+            f"there is nothing to evaluate on: the data holds no rows out ({data.source}); set `data.eval_path` to a "
+            "file of rows that are not trained on, or train with `evaluation.every=0`"
         )
     count = min(len(data.eval_rows), config.evaluation.prompts or len(data.eval_rows))
     return [data.eval_rows[index] for index in range(count)]
 
 
-def _resolve(config: Config, path: str) -> ResolvedModel:
+def find_model(config: Config, path: str) -> ResolvedModel:
+    """The model that ``path`` names, as ``model.path`` does, in a run of this configuration."""
     return resolve_model(
         path,
         hub_id=config.model.hub_id,

@@ -22,6 +22,7 @@ from trainer.batching import BatchPlan, plan_micro_batches
 from trainer.config import AlgorithmConfig
 from trainer.interrupt import Interrupt
 from trainer.learner_setup import (
+    CHECKPOINT_TAG,
     LearnerSpec,
     adamw,
     deepspeed_config,
@@ -45,8 +46,6 @@ from trainer.train_rollout import (
     with_second_moment_mask,
 )
 from trainer.update import Update, Updater
-
-_CHECKPOINT_TAG = "learner"
 
 
 class Learner:
@@ -158,16 +157,16 @@ class Learner:
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer state and step count into ``folder``, from which :meth:`load` continues exactly."""
         state = {"steps_done": self._steps_done}
-        self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG, client_state=state, save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, client_state=state, save_latest=False)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by :meth:`save` with the same number of ranks and ZeRO stage.
 
         Raises ``FileNotFoundError`` when there is no learner checkpoint in it.
         """
-        if not (Path(folder) / _CHECKPOINT_TAG).is_dir():
-            raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {_CHECKPOINT_TAG!r} in it)")
-        loaded, state = self._engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+        if not (Path(folder) / CHECKPOINT_TAG).is_dir():
+            raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
+        loaded, state = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
         if loaded is None:
             raise FileNotFoundError(f"the learner checkpoint in {folder} is incomplete; DeepSpeed could not read it")
         # Checkpoints from before a step could be several updates do not hold the number.
@@ -188,7 +187,7 @@ class Learner:
         if self.rank == 0:
             state |= {name: buffer for name, buffer in model.state_dict().items() if name not in state}
             model.save_pretrained(str(folder), state_dict=state)
-            save_tokenizer(self.spec, folder)
+            save_tokenizer(self.spec.model_path, self.spec.trust_remote_code, folder)
         dist.barrier()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One run from its configuration to its exit code: what starts before and ends after the algorithm, and the signals.
+"""One run from its configuration to its exit code: what starts before and ends after the algorithm.
 
 The algorithm is in ``trainer.loop``; what it works with is put together in ``trainer.assembly``.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from generator.link import root_cause
 from generator.task import DataError, ModelError
@@ -25,6 +24,7 @@ from trainer.groups import KeptGroups
 from trainer.inputs import Inputs, load_inputs
 from trainer.placement import check_resources, device_kind
 from trainer.ray_session import RaySession
+from trainer.signals import EXIT_INTERRUPTED, interrupts
 from trainer.state import (
     COLLECT_SECONDS,
     LEARNER_FOLDER,
@@ -42,8 +42,7 @@ from trainer.watch import RunFolderError, Watch
 if TYPE_CHECKING:
     from trainer.loop import Parts
 
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-SAME_SIGNAL_SECONDS = 1.0
+EXIT_DONE, EXIT_FAILED = 0, 1
 COLLECT_SHARE = 0.25
 """Of ``shutdown.timeout``: what engines, and what is being cancelled, may each take of it at most."""
 
@@ -101,7 +100,7 @@ async def supervise(
 
     task = asyncio.current_task()
     assert task is not None
-    with _interrupts(task):
+    with interrupts(task):
         try:
             async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
                 if checkpoint is not None and state is not None:
@@ -178,29 +177,3 @@ def write_traceback(config: Config, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         (Path(config.run_dir) / "error.txt").write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _interrupts(task: asyncio.Task[Any]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM cancels ``task``; a later one ends the process at once.
-
-    ``timeout`` and ``make`` send a signal to a process and to its group: what comes within a moment is the same one.
-    """
-    loop = asyncio.get_running_loop()
-    first: list[float] = []
-
-    def handle() -> None:
-        if first and loop.time() - first[0] > SAME_SIGNAL_SECONDS:
-            os._exit(EXIT_INTERRUPTED)
-        if not first:
-            first.append(loop.time())
-            task.cancel()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
