@@ -13,6 +13,7 @@ from typing import Any
 from trainer import allowed
 from trainer.algorithm import combinations
 from trainer.config import CheckpointConfig, Config
+from trainer.mixture import MixtureError, data_sources
 from trainer.nearest import nearest
 
 UNSUPPORTED: dict[str, str] = {
@@ -53,6 +54,10 @@ def check(config: Config) -> None:
     _check_parallelism(config)
     _check_evaluation(config)
     _check_best(config)
+    try:
+        data_sources(config.data)
+    except MixtureError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_best(config: Config) -> None:

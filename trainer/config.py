@@ -26,6 +26,7 @@ class ModelConfig:
 class DataConfig:
     path: str | None = None  # local file; overrides the recipe's own source
     eval_path: str | None = None  # local file of held-out rows, for evaluations
+    mixture: list[Any] = field(default_factory=list)  # several: a list of {name, weight, path, eval_path, options}
     shuffle: bool = True  # seeded order, reshuffled each epoch
     options: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, for example the difficulty
 

@@ -55,7 +55,7 @@ class Evaluator:
                 raise EvaluationError(
                     f"rollout {item.rollout.id} of the evaluation of version {version} has tokens of {sorted(others)}"
                 )
-        metrics = evaluation_metrics(scored, self.pass_reward)
+        metrics = evaluation_metrics(scored, self.pass_reward, [prompt.source for prompt in self.prompts])
         counts = {f"eval/{name}": float(count) for name, count in self.episodes.take_counts().items()}
         return metrics | counts | {"eval/seconds": time.monotonic() - started}
 
@@ -64,8 +64,10 @@ class Evaluator:
         return await self.episodes.sample(prompt, [Rollout(name, prompt.token_ids) for name in names], version)
 
 
-def evaluation_metrics(scored: Sequence[Sequence[ScoredRollout]], pass_reward: float) -> dict[str, float]:
-    """The metrics of an evaluation, of the scored rollouts of each prompt.
+def evaluation_metrics(
+    scored: Sequence[Sequence[ScoredRollout]], pass_reward: float, sources: Sequence[str] = ()
+) -> dict[str, float]:
+    """The metrics of an evaluation, of the scored rollouts of each prompt; ``sources`` names the data set of each.
 
     What has no reward is counted as excluded and nothing else. ``eval/pass@k`` is the chance that one of k rollouts of
     a prompt passes, mean over the prompts with at least k scored rollouts, for k = 1, 2, 4, ...; the unbiased estimator
@@ -83,6 +85,11 @@ def evaluation_metrics(scored: Sequence[Sequence[ScoredRollout]], pass_reward: f
         "eval/length_mean": float(np.mean(lengths)) if lengths else math.nan,
         "eval/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])) if rollouts else 0.0,
     }
+    for source in {name: None for name in sources if name}:
+        found = [
+            reward for of_prompt, name in zip(rewards, sources, strict=True) if name == source for reward in of_prompt
+        ]
+        metrics[f"eval/by_source/{source}/reward_mean"] = float(np.mean(found)) if found else math.nan
     k = 1
     while passes := [_pass_at(k, of_prompt, pass_reward) for of_prompt in rewards if len(of_prompt) >= k]:
         metrics[f"eval/pass@{k}"] = float(np.mean(passes))

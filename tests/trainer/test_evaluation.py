@@ -124,3 +124,10 @@ def test_an_evaluation_without_any_reward_has_no_mean_instead_of_zero():
     metrics = evaluation_metrics([scored(None)], pass_reward=1.0)
     assert math.isnan(metrics["eval/reward_mean"])
     assert "eval/pass@1" not in metrics
+
+
+def test_the_data_sets_of_a_mixture_have_a_mean_each():
+    metrics = evaluation_metrics([scored(1.0), scored(0.0, None), scored(None)], 1.0, ["easy", "easy", "hard"])
+    assert metrics["eval/by_source/easy/reward_mean"] == 0.5
+    assert math.isnan(metrics["eval/by_source/hard/reward_mean"])
+    assert not any("by_source" in name for name in evaluation_metrics([scored(1.0)], 1.0, [""]))
