@@ -213,5 +213,6 @@ def _parts(
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
+        model_source=inputs.model.source,
         check_resources=lambda changed: check_resources(changed, resources),
     )

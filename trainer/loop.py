@@ -65,6 +65,8 @@ class Parts:
     pusher: Pusher
     admission: Admission
     watch: Watch
+    model_source: str = ""
+    """What ``model.path`` turned out to name, in one phrase."""
     check_resources: Callable[[Config], None] = lambda config: None
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
     groups: Groups = field(default_factory=Groups)

@@ -54,7 +54,9 @@ def run(config: Config, ray_session: RaySession) -> int:
     try:
         inputs = load_inputs(config)
         checkpoint = find_checkpoint(config)
-        state, kept = load_state(checkpoint, config, inputs.prompts) if checkpoint else (None, KeptGroups())
+        state, kept = (
+            load_state(checkpoint, config, inputs.prompts, inputs.model.source) if checkpoint else (None, KeptGroups())
+        )
         if state is not None and is_done(config, state):
             print(
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."

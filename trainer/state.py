@@ -71,6 +71,8 @@ class RunState:
     """Totals of the summary: :meth:`trainer.watch.Watch.state_dict`."""
     next_group: int | None = None
     """The number of the next new group. ``None``: from before checkpoints kept rollouts; there is no file of them."""
+    model_source: str = ""
+    """What that was: ``auto`` is another model on another machine. Empty: from before checkpoints said so."""
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -128,8 +130,12 @@ def begins_again(config: Config) -> bool:
     return same and steps <= config.checkpoint.every and not checkpoints(folder)
 
 
-def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple[RunState, KeptGroups]:
+def load_state(
+    checkpoint: Path, config: Config, prompts: PromptStream, model_source: str = ""
+) -> tuple[RunState, KeptGroups]:
     """Read a checkpoint's state and groups, move ``prompts`` to its position, and refuse what does not fit this run.
+
+    ``model_source`` says what ``model.path`` names here.
 
     Raises :class:`ConfigError` when a file cannot be read, belongs to another model, or is past ``steps``; the stream
     raises ``DataError`` for other data or another seed.
@@ -140,6 +146,11 @@ def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple
             raise ConfigError(
                 f"the checkpoint {checkpoint} is of `model.path={state.model}`, the run has `model.path="
                 f"{config.model.path}`; take another run_dir"
+            )
+        if state.model_source and model_source and state.model_source != model_source:
+            raise ConfigError(
+                f"the checkpoint {checkpoint} is of the {state.model_source}, and here `model.path={config.model.path}`"
+                f" is the {model_source}; set model.path to the checkpoint's model, or take another run_dir"
             )
         if state.step > config.steps:
             raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
@@ -240,7 +251,12 @@ async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = N
     # One moment: no await between here and the last of these.
     kept = parts.groups.kept(newest)
     state = RunState(
-        step, parts.config.model.path, parts.prompts.state_dict(), parts.watch.state_dict(), kept.first_number
+        step,
+        parts.config.model.path,
+        parts.prompts.state_dict(),
+        parts.watch.state_dict(),
+        kept.first_number,
+        parts.model_source,
     )
     await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint)
     return final

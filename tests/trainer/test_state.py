@@ -197,6 +197,15 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         load_state(write(tmp_path, 1), other, stream())
 
 
+def test_a_checkpoint_of_what_model_path_names_elsewhere_is_refused_with_both_models(tmp_path):
+    folder = write(tmp_path, 1)
+    state = json.loads((folder / STATE_FILE).read_text()) | {"model_source": "embedded SmolLM2"}
+    (folder / STATE_FILE).write_text(json.dumps(state))
+    load_state(folder, config(), stream(), "embedded SmolLM2")
+    with pytest.raises(ConfigError, match=r"of the embedded SmolLM2, and here `model\.path=auto` is the hub model;"):
+        load_state(folder, config(), stream(), "hub model")
+
+
 def test_a_checkpoint_past_the_planned_steps_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="past `steps=4`"):
         load_state(write(tmp_path, 5), config(steps=4), stream())
