@@ -105,7 +105,7 @@ class Engine(WeightReceiver):
             self._decode = await asyncio.to_thread(load_decode, self.settings.model_path, self.settings.sampling.stop)
         self._llm = await asyncio.to_thread(build_llm, self.settings)
         if self.settings.loaded_version is not None:
-            await self._llm.update_weight_version(str(self.settings.loaded_version))
+            await self.llm.update_weight_version(str(self.settings.loaded_version))
 
     async def shutdown(self) -> None:
         """End the engine's processes. Safe to call twice."""

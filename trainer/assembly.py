@@ -18,6 +18,7 @@ from trainer.config import Config
 from trainer.conversation import TextCodec
 from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn, Trace
 from trainer.evaluation import Evaluations, Evaluator
+from trainer.evaluation_engine import EVALUATION, TRAINING, evaluation_pool, evaluation_pusher
 from trainer.inputs import Inputs
 from trainer.placement import (
     check_resources,
@@ -26,6 +27,7 @@ from trainer.placement import (
     engine_room,
     engine_settings,
     evaluation_sampling,
+    has_evaluation_engine,
     learner_gpus,
     pool_settings,
     transfer_backend,
@@ -55,26 +57,44 @@ async def assemble(
     what the cluster has.
     """
     engines = EnginePool(lambda number: make_engine(config, inputs, first_step, number), pool_settings(config))
+    pools = [engines]
+    if has_evaluation_engine(config):
+        pools.append(
+            evaluation_pool(
+                lambda number: make_engine(config, inputs, first_step, number, pool=EVALUATION), pool_settings(config)
+            )
+        )
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(engines.shutdown)
-        watch.waiting(f"starting {config.engine.count} engine(s) and {config.learner.ranks} learner rank(s)")
+        count = sum(pool.count for pool in pools)
+        watch.waiting(f"starting {count} engine(s) and {config.learner.ranks} learner rank(s)")
+        for pool in pools:
+            stack.push_async_callback(pool.shutdown)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(engines.start())
+            for pool in pools:
+                starting.create_task(pool.start())
             # Imports torch, which takes seconds: they pass while the engines import vLLM.
             learner = await asyncio.to_thread(_make_learner, config, inputs)
             stack.push_async_callback(learner.close)
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        yield _parts(config, inputs, watch, engines, learner, resources)
+        yield _parts(config, inputs, watch, pools, learner, resources)
 
 
 def make_engine(
-    config: Config, inputs: Inputs, first_step: int, number: int, loaded_version: int | None = None
+    config: Config,
+    inputs: Inputs,
+    first_step: int,
+    number: int,
+    *,
+    pool: str = "",
+    loaded_version: int | None = None,
 ) -> RayEngine:
-    """Engine ``number``, not started; ``loaded_version`` is that of the weights in the model folder, if it is to load
-    them."""
+    """Engine ``number`` of a pool, not started; ``loaded_version`` is that of the weights in the model folder, if it is
+    to load them."""
     settings = engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number)
+    if pool:
+        settings = replace(settings, name=f"{pool} {settings.name}")
     return RayEngine(
         replace(settings, loaded_version=loaded_version),
         engine_resources(config),
@@ -106,9 +126,12 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
     return LearnerGroup(spec)
 
 
-async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) -> None:
-    """Build the group in which weights travel: the learner's first rank and every worker of the engines there are."""
-    sync = config.weight_sync
+async def connect(config: Config, learner: LearnerGroup, engines: EnginePool, pool: str = TRAINING) -> None:
+    """Build the group in which weights travel: the learner's first rank and every worker of the engines there are.
+
+    Staging and deltas spare the engines of training a pause; nobody waits for another pool.
+    """
+    sync, training = config.weight_sync, pool == TRAINING
     members = await engines.take_members()
     await learner.connect_weights(
         [link.handle for link in members],
@@ -119,8 +142,9 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,
-        staging=sync.staging_device if sync.staging else None,
-        deltas=sync.delta,
+        staging=sync.staging_device if sync.staging and training else None,
+        deltas=sync.delta and training,
+        pool=pool,
     )
 
 
@@ -151,9 +175,22 @@ def make_evaluator(config: Config, inputs: Inputs, trace: Trace, engines: Engine
     return Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward)
 
 
-def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> Evaluations:
+def _evaluations(
+    config: Config,
+    inputs: Inputs,
+    watch: Watch,
+    engines: EnginePool,
+    sampling: Sampling,
+    pusher: Pusher | None,
+) -> Evaluations:
+    """``engines`` are those of training, or those that ``pusher`` brings evaluated versions to."""
     if not config.evaluation.every:
         return Evaluations()
+
+    async def send(version: int) -> None:
+        assert pusher is not None
+        with watch.trace.span("push", f"evaluation of version {version}"):
+            await pusher.push(version)
 
     def report(version: int, metrics: dict[str, float]) -> None:
         watch.evaluation(version, metrics)
@@ -166,6 +203,13 @@ def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePo
         serving=lambda: engines.serving,
         report=report,
         reported=watch.evaluated,
+        send=None if pusher is None else send,
+    )
+
+
+def _evaluation_pusher(config: Config, learner: LearnerGroup, pool: EnginePool, verification: Verification) -> Pusher:
+    return evaluation_pusher(
+        learner, pool, lambda: connect(config, learner, pool, EVALUATION), config.weight_sync.timeout, verification
     )
 
 
@@ -180,20 +224,24 @@ def _parts(
     config: Config,
     inputs: Inputs,
     watch: Watch,
-    engines: EnginePool,
+    pools: list[EnginePool],
     learner: LearnerGroup,
     resources: Mapping[str, float],
 ) -> Parts:
     from trainer.loop import Parts
 
+    engines, *others = pools
+
     settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
     sampling = settings.sampling
+    verification = _verification(config, inputs, settings.max_model_len)
+    for_evaluation = [_evaluation_pusher(config, learner, pool, verification) for pool in others]
     return Parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
         episodes=make_episodes(config, inputs, watch.trace, engines, sampling),
-        evaluations=_evaluations(config, inputs, watch, engines, sampling),
+        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, next(iter(for_evaluation), None)),
         learner=learner,
         pusher=Pusher(
             learner,
@@ -201,7 +249,7 @@ def _parts(
             config.weight_sync.timeout,
             connect=lambda: connect(config, learner, engines),
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
-            verification=_verification(config, inputs, settings.max_model_len),
+            verification=verification,
             staged=config.weight_sync.staging,
             deltas=config.weight_sync.delta,
             dense_every=config.weight_sync.dense_every,

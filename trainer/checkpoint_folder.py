@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 STATE_FILE = "state.json"
@@ -90,15 +91,15 @@ def move_into_place(temporary: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def drop_others(newest: Path, keep: int, best: Path | None = None) -> None:
-    """Of the checkpoints of a run leave the ``keep`` up to ``newest``, and the ``best``.
+def drop_others(newest: Path, keep: int, spared: Collection[Path] = ()) -> None:
+    """Of the checkpoints of a run leave the ``keep`` up to ``newest``, and those that are ``spared``.
 
     Those of later steps belong to a branch that this run left when it continued from an older one.
     """
     everything = checkpoints(newest.parent.parent)
     current = everything.index(newest) + 1
     for old in [*everything[: max(0, current - keep)], *everything[current:]]:
-        if old != best:
+        if old not in spared:
             shutil.rmtree(old, ignore_errors=True)
 
 

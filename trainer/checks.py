@@ -87,6 +87,11 @@ def _check_evaluation(config: Config) -> None:
             f"`evaluation.temperature=0` with `evaluation.rollouts={evaluation.rollouts}`: greedy decoding makes every "
             "rollout of a prompt the same; use one, or a temperature"
         )
+    if evaluation.engine == "dedicated" and config.weight_sync.backend == "ipc":
+        raise ConfigError(
+            "`evaluation.engine=dedicated` needs a GPU of its own, and `weight_sync.backend=ipc` reaches only the "
+            "learner's; use `evaluation.engine=shared`, or `weight_sync.backend=nccl`"
+        )
     tokens = evaluation.max_tokens or config.sampling.max_tokens
     if config.engine.max_model_len and config.engine.max_model_len <= tokens:
         raise ConfigError(

@@ -214,6 +214,7 @@ class EvaluationConfig:
     temperature: float = 1.0  # of sampling in an evaluation; 0: greedy
     max_tokens: int = 0  # tokens of a response; 0: sampling.max_tokens
     pass_reward: float = 1.0  # a rollout with at least this reward passes
+    engine: str = "shared"  # shared: the engines of training, the next push waits; dedicated: one engine more, for it
 
 
 @dataclass

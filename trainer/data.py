@@ -104,10 +104,10 @@ class PromptStream:
         shares: Mapping[str, float] | None = None,
     ) -> None:
         self._prompts = list(prompts)
-        self._shares = dict(shares or {})
+        self._shares = list((shares or {}).items())
         sizes = Counter(prompt.source for prompt in self._prompts)
-        counts = [sizes[name] for name in self._shares] or [len(self._prompts)]
-        self._order = PromptOrder(counts, list(self._shares.values()) or [1.0], seed=seed, shuffle=shuffle)
+        counts = [sizes[name] for name, _ in self._shares] or [len(self._prompts)]
+        self._order = PromptOrder(counts, [share for _, share in self._shares] or [1.0], seed=seed, shuffle=shuffle)
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._seed = seed
         self._shuffle = shuffle
@@ -170,7 +170,11 @@ class PromptStream:
         epochs, cursors = map(list, zip(*self._order.position, strict=True))
         if not self._shares:
             return {"epoch": epochs[0], "cursor": cursors[0]}
-        return {"epoch": epochs, "cursor": cursors, "shares": self._shares}
+        return {"epoch": epochs, "cursor": cursors, "shares": self._saved_shares()}
+
+    def _saved_shares(self) -> list[list[Any]]:
+        """In their order, which is that of the prompts; as JSON gives it back."""
+        return [[name, share] for name, share in self._shares]
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Iterable[int] = ()) -> None:
         """Continue at a saved position.
@@ -179,13 +183,18 @@ class PromptStream:
         done come first again. Raises :class:`DataError` when the position belongs to other prompts or another order,
         and ``KeyError``, ``TypeError`` or ``ValueError`` when it is none.
         """
-        mine = {"seed": self._seed, "shuffle": self._shuffle, "shares": self._shares, "fingerprint": self._fingerprint}
+        mine = {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "shares": self._saved_shares(),
+            "fingerprint": self._fingerprint,
+        }
         for name, value in mine.items():
-            then = state.get(name, {}) if name == "shares" else state[name]
+            then = state.get(name, []) if name == "shares" else state[name]
             if then != value:
                 what = f"{name} was {then}"
                 if name == "shares":
-                    what = f"the shares of data.mixture were {then}" if then else "it is of a single data set"
+                    what = f"the shares of data.mixture were {dict(then)}" if then else "it is of a single data set"
                 elif name == "fingerprint":
                     what = "the prompts are not the same"
                 raise DataError(

@@ -86,7 +86,7 @@ def evaluating(target: Target) -> Target:
     config = target.config
     config = replace(
         config,
-        evaluation=replace(config.evaluation, every=config.evaluation.every or 1),
+        evaluation=replace(config.evaluation, every=config.evaluation.every or 1, engine="shared"),
         learner=replace(config.learner, ranks=0),
         algorithm=replace(config.algorithm, kl=replace(config.algorithm.kl, model=None)),
     )

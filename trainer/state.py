@@ -189,16 +189,26 @@ def is_done(config: Config, state: RunState) -> bool:
     return state.step == config.steps == summary.get("steps") and summary.get("status") == "done"
 
 
-def commit(temporary: Path, final: Path, state: RunState, kept: KeptGroups, settings: CheckpointConfig) -> None:
+def commit(
+    temporary: Path,
+    final: Path,
+    state: RunState,
+    kept: KeptGroups,
+    settings: CheckpointConfig,
+    in_evaluation: int | None = None,
+) -> None:
     """Complete the checkpoint in ``temporary``, move it to ``final``, and drop those that need not be kept.
 
-    The evaluation of an older checkpoint's version has ended by now: a push waits for it. So what is dropped here had
-    its chance to be the best.
+    The one of the version that is ``in_evaluation`` stays: it may turn out to be the best. Every other has had its
+    chance, because evaluations end in the order in which they begin.
     """
     write_groups(temporary, kept)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
     move_into_place(temporary, final)
-    drop_others(final, settings.keep, record_best(final.parent.parent, settings.best))
+    run_dir = final.parent.parent
+    best = record_best(run_dir, settings.best)
+    spared = [] if in_evaluation is None else [checkpoint_path(run_dir, in_evaluation)]
+    drop_others(final, settings.keep, spared if best is None else [*spared, best])
 
 
 def continue_from(state: RunState, kept: KeptGroups, parts: Parts) -> None:
@@ -258,5 +268,6 @@ async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = N
         kept.first_number,
         parts.model_source,
     )
-    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint)
+    going_on = parts.evaluations.going_on
+    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint, going_on)
     return final

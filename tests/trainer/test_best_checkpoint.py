@@ -18,14 +18,15 @@ from trainer.watch.run_folder import RunFolder
 METRIC = "eval/reward_mean"
 
 
-def checkpoint(run_dir, step: int, keep: int = 2, best: str | None = METRIC) -> None:
+def checkpoint(run_dir, step: int, keep: int = 2, best: str | None = METRIC, in_evaluation: int | None = None) -> None:
     final = checkpoint_path(run_dir, step)
     temporary = final.with_name(f".{final.name}.writing")
     temporary.mkdir(parents=True)
     position = PromptStream([Prompt(0, (1,), "", {})], seed=0).state_dict()
     totals = {"totals": RunningTotals().state_dict(), "version": step, "wall_seconds": 1.0}
     kept = KeptGroups(first_number=1)
-    commit(temporary, final, RunState(step, "auto", position, totals, 1), kept, CheckpointConfig(keep=keep, best=best))
+    settings = CheckpointConfig(keep=keep, best=best)
+    commit(temporary, final, RunState(step, "auto", position, totals, 1), kept, settings, in_evaluation)
 
 
 def evaluate(run_dir, **values: float | None) -> None:
@@ -57,6 +58,16 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_named_with_its_value(
     checkpoint(tmp_path, 6, keep=1)
     assert names(tmp_path) == ["step_2", "step_6"]
     assert best(tmp_path) == {"checkpoint": "step_2", "step": 2, "metric": METRIC, "value": 0.8}
+
+
+def test_the_checkpoint_of_the_version_that_is_being_evaluated_stays_until_its_value_is_known(tmp_path):
+    checkpoint(tmp_path, 1, keep=1)
+    for step in (2, 3):
+        checkpoint(tmp_path, step, keep=1, in_evaluation=1)
+    assert names(tmp_path) == ["step_1", "step_3"]
+    evaluate(tmp_path, v1=0.5)
+    checkpoint(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step_1", "step_4"]
 
 
 def test_a_better_one_takes_the_place_of_the_best(tmp_path):

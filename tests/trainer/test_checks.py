@@ -65,6 +65,10 @@ REINFORCE = {"algorithm.objective": "reinforce"}
             {"checkpoint.best": "eval/reward_men"},
             ["checkpoint.best=eval/reward_men", "did you mean `eval/reward_mean`"],
         ),
+        (
+            {"weight_sync.backend": "ipc", "hardware": "gpu", "evaluation.engine": "dedicated"},
+            ["evaluation.engine=dedicated", "weight_sync.backend=nccl"],
+        ),
         ({"checkpoint.best": "eval/pass@1"}, ["checkpoint.best=eval/pass@1", "evaluation.every"]),
         (
             {"checkpoint.best": "eval/pass@4", "evaluation.every": 5, "evaluation.rollouts": 3},

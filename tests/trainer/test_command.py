@@ -380,10 +380,13 @@ def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
         assert request(tmp_path, {"engine.count": 1})["engines_serving"] == 1
         process.send_signal(signal.SIGINT)
 
-    code, output = act_after(r"step +1/", change_twice, tmp_path)
+    evaluated = ["evaluation.every=1", "evaluation.prompts=4", "evaluation.engine=dedicated"]
+    code, output = act_after(r"evaluation of version 2", change_twice, tmp_path, *evaluated)
     assert code == 130, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["engines/lost"] == 0
+    versions = [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert versions == list(range(len(versions))), "each version was sent to the engine that evaluates, and to no other"
     assert no_process_left(patience=60), processes_of_this_test()
 
 
