@@ -101,6 +101,8 @@ def evaluate(target: Target, output: Path | None) -> int:
 
         inputs = load_inputs(config)
         say("evaluating", target.name)
+        if target.checkpoint is None:
+            say("model", f"{inputs.model.source}  ({inputs.model.reason})")
         say("data", f"{inputs.data.source}; {len(inputs.held_out)} held-out prompts")
         check_resources(config, ray_session.wait())
         metrics = asyncio.run(supervise(config, inputs, target.version))
@@ -185,7 +187,9 @@ def result(target: Target, data: str, metrics: Mapping[str, float]) -> dict[str,
         "step": target.version,
         "recipe": target.config.name,
         "data": data,
-        "evaluation": {key: value for key, value in asdict(target.config.evaluation).items() if key != "every"},
+        "evaluation": {
+            key: value for key, value in asdict(target.config.evaluation).items() if key not in ("every", "engine")
+        },
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **metrics,
     }
