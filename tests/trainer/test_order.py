@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.order import PromptOrder
@@ -28,6 +28,7 @@ def by_set(drawn: list[int], sets: list[tuple[int, float]]) -> list[list[int]]:
     return [[n - start for n in drawn if start <= n < end] for start, end in itertools.pairwise(bounds)]
 
 
+@settings(deadline=None)  # a busy machine is no fault of the code
 @given(SETS, st.integers(0, 5), st.booleans(), st.integers(0, 60))
 def test_the_order_goes_on_as_it_would_have_after_any_cut(sets, seed, shuffle, cut):
     whole = draw(order(sets, seed, shuffle), cut + 40)
@@ -39,6 +40,7 @@ def test_the_order_goes_on_as_it_would_have_after_any_cut(sets, seed, shuffle, c
     assert draw(second, 40) == whole[cut:]
 
 
+@settings(deadline=None)
 @given(SETS, st.integers(1, 80))
 def test_no_data_set_is_ever_a_whole_prompt_ahead_of_its_share(sets, count):
     drawn = by_set(draw(order(sets), count), sets)
@@ -48,6 +50,7 @@ def test_no_data_set_is_ever_a_whole_prompt_ahead_of_its_share(sets, count):
         assert len(of_set) < count * weight / total + 1
 
 
+@settings(deadline=None)
 @given(SETS, st.integers(0, 5))
 def test_each_epoch_of_a_data_set_has_every_prompt_once_however_often_the_others_began_again(sets, seed):
     drawn = by_set(draw(order(sets, seed), 150), sets)
