@@ -91,16 +91,26 @@ def move_into_place(temporary: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def drop_others(newest: Path, keep: int, spared: Collection[Path] = ()) -> None:
-    """Of the checkpoints of a run leave the ``keep`` up to ``newest``, and those that are ``spared``.
+def leave_branch(run_dir: str | Path, step: int) -> None:
+    """A run continues from ``step``: the whole checkpoints of later steps are of a branch that it leaves.
 
-    Those of later steps belong to a branch that this run left when it continued from an older one.
+    They lose their names, so that none is taken for one of the steps that are made now, and are dropped with the next
+    checkpoint: until then a run that does not get that far has lost nothing.
     """
+    for path in checkpoints(run_dir):
+        if step_of(path) > step and torn(path) is None:
+            left = path.with_name(f".{path.name}.left")
+            shutil.rmtree(left, ignore_errors=True)
+            path.rename(left)
+
+
+def drop_others(newest: Path, keep: int, spared: Collection[Path] = ()) -> None:
+    """Of the checkpoints of a run leave the ``keep`` up to ``newest``, and those that are ``spared``."""
     everything = checkpoints(newest.parent.parent)
     current = everything.index(newest) + 1
-    for old in [*everything[: max(0, current - keep)], *everything[current:]]:
-        if old not in spared:
-            shutil.rmtree(old, ignore_errors=True)
+    old = [path for path in everything[: max(0, current - keep)] if path not in spared]
+    for path in [*old, *everything[current:], *newest.parent.glob(".step_*.left")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def put_back_replaced(run_dir: str | Path) -> None:

@@ -274,8 +274,10 @@ def check_resources(config: Config, available: Mapping[str, float]) -> None:
             raise ConfigError("`weight_sync.backend=ipc` needs a GPU, but none is there")
         return
     if engines + ranks > there:
+        one_more = "(`engine.count` + 1 for `evaluation.engine=dedicated`)"
+        count = one_more if has_evaluation_engine(config) else "`engine.count`"
         raise ConfigError(
-            f"the run needs {engines + ranks} GPUs (`engine.count` x `engine.tensor_parallel` = {engines}, and "
+            f"the run needs {engines + ranks} GPUs ({count} x `engine.tensor_parallel` = {engines}, and "
             f"`learner.ranks` = {ranks}), but {there} are there"
         )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from generator.link import root_cause
 from generator.task import DataError, ModelError
 from trainer.best_checkpoint import record_best
+from trainer.checkpoint_folder import leave_branch
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.dotted import DottedPathError
@@ -108,6 +109,7 @@ async def supervise(
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     continue_from(state, kept, parts)
+                    leave_branch(config.run_dir, state.step)
                     record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()

@@ -7,7 +7,7 @@ import pytest
 
 from generator.rollout import Prompt
 from trainer.best_checkpoint import best_of, find_best, record_best
-from trainer.checkpoint_folder import FILES_FILE, checkpoint_path, checkpoints
+from trainer.checkpoint_folder import FILES_FILE, checkpoint_path, checkpoints, leave_branch
 from trainer.config import CheckpointConfig
 from trainer.data import PromptStream
 from trainer.groups import KeptGroups
@@ -137,5 +137,21 @@ def test_after_a_restart_from_an_older_checkpoint_the_best_is_one_of_what_the_ru
         checkpoint(tmp_path, step, keep=3)
         evaluate(tmp_path, **{f"v{step}": value})
     RunFolder(tmp_path, resume_step=resumed).close()
+    leave_branch(tmp_path, resumed)
     record_best(tmp_path, METRIC)
     assert best(tmp_path)["step"] == resumed
+
+
+def test_a_checkpoint_of_a_branch_that_was_left_does_not_get_the_value_of_the_new_one(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint(tmp_path, step, keep=3)
+    RunFolder(tmp_path, resume_step=1).close()
+    leave_branch(tmp_path, 1)
+    assert names(tmp_path) == ["step_1"]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3, "nothing is lost before there is a new one"
+    evaluate(tmp_path, v1=0.5, v2=0.9)
+    record_best(tmp_path, METRIC)
+    assert best(tmp_path)["step"] == 1
+    checkpoint(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step_1", "step_3"]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_1", "step_3", "best.json"}
