@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,33 @@ def write_checkpoint_model(learner: Path, base: ResolvedModel, trust_remote_code
     such a model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
-    weights = {name: tensor.to(DTYPES[base.dtype]) for name, tensor in checkpoint_weights(learner).items()}
-    config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):  # the architecture; no memory is taken
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[base.dtype], trust_remote_code=trust_remote_code)
-    _check_weights(weights, model.state_dict(), learner, base)
-    if (Path(base.path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(base.path)
-    model.save_pretrained(folder, state_dict=weights)
+    disable_progress_bar()
+    dtype = DTYPES[base.dtype]
+    with _deepspeed_on_cpu():
+        weights = {name: tensor.to(dtype) for name, tensor in checkpoint_weights(learner).items()}
+        config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):  # the architecture; no memory is taken
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        _check_weights(weights, model.state_dict(), learner, base)
+        if (Path(base.path) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(base.path)
+        model.save_pretrained(folder, state_dict=weights)
     save_tokenizer(base.path, trust_remote_code, folder)
+
+
+@contextlib.contextmanager
+def _deepspeed_on_cpu() -> Iterator[None]:
+    """DeepSpeed, which saving a model imports as well, looks for GPUs then, and prints what it found."""
+    if "DS_ACCELERATOR" in os.environ:
+        yield
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        yield
+    finally:
+        del os.environ["DS_ACCELERATOR"]
 
 
 def checkpoint_weights(learner: Path) -> dict[str, Tensor]:
@@ -65,7 +82,6 @@ def checkpoint_weights(learner: Path) -> dict[str, Tensor]:
 
 def _gathered(learner: Path) -> Mapping[str, Any]:
     """The float32 weights of a ZeRO stage 3 checkpoint, whole."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # it tells a story of its work
