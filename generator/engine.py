@@ -96,13 +96,16 @@ class Engine(WeightReceiver):
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model, with random weights. Takes seconds to minutes; the caller holds the deadline.
+        """Load the model, with random weights unless ``loaded_version`` says of which version those in its folder are.
 
-        Raises ``ValueError`` for stop strings that can never be found.
+        Takes seconds to minutes; the caller holds the deadline. Raises ``ValueError`` for stop strings that can never
+        be found.
         """
         if self.settings.sampling.stop:
             self._decode = await asyncio.to_thread(load_decode, self.settings.model_path, self.settings.sampling.stop)
         self._llm = await asyncio.to_thread(build_llm, self.settings)
+        if self.settings.loaded_version is not None:
+            await self.llm.update_weight_version(str(self.settings.loaded_version))
 
     async def shutdown(self) -> None:
         """End the engine's processes. Safe to call twice."""

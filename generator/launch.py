@@ -48,6 +48,9 @@ class EngineSettings:
     """vLLM's ``distributed_executor_backend``, or the path of a class; ``None``: vLLM chooses."""
     prestart_core: bool = False
     """Whether the engine core's imports run beside the engine's, see ``generator.prestart``."""
+    loaded_version: int | None = None
+    """The version of the weights in the model folder, which the engine then loads; ``None``: it starts with random
+    ones, and a push brings the first."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables set before vLLM is imported, for example the cores of a CPU engine."""
 
@@ -104,7 +107,7 @@ def build_llm(settings: EngineSettings) -> AsyncLLM:
         "logprobs_mode": "processed_logprobs",
         # Random weights: the first push brings the right ones, and what it leaves out shows. An engine that had loaded
         # the model by itself would pass for one that received it.
-        "load_format": "dummy",
+        "load_format": "dummy" if settings.loaded_version is None else "auto",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "weight_transfer_config": WeightTransferConfig(backend=settings.transfer_backend),

@@ -120,6 +120,17 @@ class EnginePool:
             return replace(returned, rollouts=[_handed_back(rollout, returned, begun) for rollout in returned.rollouts])
         return returned
 
+    async def serve_loaded(self, version: int) -> None:
+        """Serve ``version`` from the engines that have loaded it when they started: no push brings it.
+
+        To be called again when engines joined. Raises :class:`EngineError` when one holds another version.
+        """
+        await self.take_members()
+        for slot in self._members:
+            slot.version = version
+        self.publish(version)
+        await self.resume()
+
     # -- the engines' side of a push (weight_sync.push.Engines) -----------------------------------------------------
 
     @property

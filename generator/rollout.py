@@ -189,13 +189,14 @@ class Prompt:
     """One row of the data set, ready to sample from.
 
     ``text`` is what was tokenized (for people and for reward functions); ``columns`` are the other columns of the data
-    set row, handed to the reward functions by name.
+    set row, handed to the reward functions by name. ``source`` names the data set where there are several.
     """
 
     id: int
     token_ids: tuple[int, ...]
     text: str
     columns: dict[str, object]
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class SimulatedEngine:
             if self.refuse_start:
                 raise self._broken("refuses to start") from None
             self._started = True
+            self.held = self.settings.loaded_version
             return
         raise self._lost("died during `start`")
 

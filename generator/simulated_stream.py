@@ -25,6 +25,8 @@ class SimulatedSettings:
     start_seconds: float = 30.0
     latency: float = 0.0
     """What a call takes to arrive, and its answer to come back."""
+    loaded_version: int | None = None
+    """What an engine holds when it has started."""
     answer_timeout: float = 30.0
     """After so long without an answer a call fails; ``generate`` has no deadline."""
 

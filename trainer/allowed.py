@@ -39,6 +39,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight_sync.backend": ("auto", "gloo", "nccl", "ipc"),
     "weight_sync.staging_device": ("device", "host"),
     "weight_sync.verify": ("none", "first", "every"),
+    "evaluation.engine": ("shared", "dedicated"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
 """The keys that take one of a few words. A test holds them against the registries that know what the words mean."""

@@ -12,11 +12,13 @@ from generator.actor import RayEngine
 from generator.pool import EnginePool
 from generator.resume import Sampling
 from trainer.admission import Admission
+from trainer.best_checkpoint import record_best
 from trainer.collector import relax_collector
 from trainer.config import Config
 from trainer.conversation import TextCodec
-from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn
+from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn, Trace
 from trainer.evaluation import Evaluations, Evaluator
+from trainer.evaluation_engine import EVALUATION, TRAINING, evaluation_pool, evaluation_pusher
 from trainer.inputs import Inputs
 from trainer.placement import (
     check_resources,
@@ -25,6 +27,7 @@ from trainer.placement import (
     engine_room,
     engine_settings,
     evaluation_sampling,
+    has_evaluation_engine,
     learner_gpus,
     pool_settings,
     transfer_backend,
@@ -53,24 +56,47 @@ async def assemble(
     ``first_step`` is the number of steps made before, in the run that this one continues; ``resources`` is
     what the cluster has.
     """
-    engines = EnginePool(lambda number: _make_engine(config, inputs, first_step, number), pool_settings(config))
+    engines = EnginePool(lambda number: make_engine(config, inputs, first_step, number), pool_settings(config))
+    pools = [engines]
+    if has_evaluation_engine(config):
+        pools.append(
+            evaluation_pool(
+                lambda number: make_engine(config, inputs, first_step, number, pool=EVALUATION), pool_settings(config)
+            )
+        )
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(engines.shutdown)
-        watch.waiting(f"starting {config.engine.count} engine(s) and {config.learner.ranks} learner rank(s)")
+        count = sum(pool.count for pool in pools)
+        watch.waiting(f"starting {count} engine(s) and {config.learner.ranks} learner rank(s)")
+        for pool in pools:
+            stack.push_async_callback(pool.shutdown)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(engines.start())
+            for pool in pools:
+                starting.create_task(pool.start())
             # Imports torch, which takes seconds: they pass while the engines import vLLM.
             learner = await asyncio.to_thread(_make_learner, config, inputs)
             stack.push_async_callback(learner.close)
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        yield _parts(config, inputs, watch, engines, learner, resources)
+        yield _parts(config, inputs, watch, pools, learner, resources)
 
 
-def _make_engine(config: Config, inputs: Inputs, first_step: int, number: int) -> RayEngine:
+def make_engine(
+    config: Config,
+    inputs: Inputs,
+    first_step: int,
+    number: int,
+    *,
+    pool: str = "",
+    loaded_version: int | None = None,
+) -> RayEngine:
+    """Engine ``number`` of a pool, not started; ``loaded_version`` is that of the weights in the model folder, if it is
+    to load them."""
+    settings = engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number)
+    if pool:
+        settings = replace(settings, name=f"{pool} {settings.name}")
     return RayEngine(
-        engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number),
+        replace(settings, loaded_version=loaded_version),
         engine_resources(config),
         config.engine.start_timeout,
         INNER_SHARE * config.weight_sync.timeout,
@@ -100,9 +126,12 @@ def _make_learner(config: Config, inputs: Inputs) -> LearnerGroup:
     return LearnerGroup(spec)
 
 
-async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) -> None:
-    """Build the group in which weights travel: the learner's first rank and every worker of the engines there are."""
-    sync = config.weight_sync
+async def connect(config: Config, learner: LearnerGroup, engines: EnginePool, pool: str = TRAINING) -> None:
+    """Build the group in which weights travel: the learner's first rank and every worker of the engines there are.
+
+    Staging and deltas spare the engines of training a pause; nobody waits for another pool.
+    """
+    sync, training = config.weight_sync, pool == TRAINING
     members = await engines.take_members()
     await learner.connect_weights(
         [link.handle for link in members],
@@ -113,40 +142,74 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
         backend=transfer_backend(config),
         bucket_bytes=sync.bucket_mib << 20,
         transfer_timeout=INNER_SHARE * sync.timeout,
-        staging=sync.staging_device if sync.staging else None,
-        deltas=sync.delta,
+        staging=sync.staging_device if sync.staging and training else None,
+        deltas=sync.delta and training,
+        pool=pool,
     )
 
 
-def _episodes(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> EpisodeSource:
+def make_episodes(
+    config: Config, inputs: Inputs, trace: Trace, engines: EnginePool, sampling: Sampling
+) -> EpisodeSource:
+    """What samples prompts and scores them: reward functions behind one turn, or the task's environment."""
     codec = TextCodec(inputs.tokenizer)
     drop_group = config.engine.on_failed == "drop_group"
     if inputs.environment is None:
         scorer = RewardScorer(inputs.rewards, timeout=config.rewarding.timeout, workers=config.rewarding.workers)
-        return SingleTurn(engines, scorer, codec.decode, watch.trace, drop_group, sampling)
+        return SingleTurn(engines, scorer, codec.decode, trace, drop_group, sampling)
     _ = codec.texts  # read now, while nothing runs that it would hold up
     return MultiTurn(
         inputs.environment,
         engines,
         sampling,
         codec,
-        watch.trace,
+        trace,
         timeout=config.rewarding.timeout,
         drop_group=drop_group,
     )
 
 
-def _evaluations(config: Config, inputs: Inputs, watch: Watch, engines: EnginePool, sampling: Sampling) -> Evaluations:
+def make_evaluator(config: Config, inputs: Inputs, trace: Trace, engines: EnginePool, sampling: Sampling) -> Evaluator:
+    """What evaluates a version that ``engines`` serve; ``sampling`` is that of training."""
+    episodes = make_episodes(config, inputs, trace, engines, evaluation_sampling(config, sampling))
+    return Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward)
+
+
+def _evaluations(
+    config: Config,
+    inputs: Inputs,
+    watch: Watch,
+    engines: EnginePool,
+    sampling: Sampling,
+    pusher: Pusher | None,
+) -> Evaluations:
+    """``engines`` are those of training, or those that ``pusher`` brings evaluated versions to."""
     if not config.evaluation.every:
         return Evaluations()
-    episodes = _episodes(config, inputs, watch, engines, evaluation_sampling(config, sampling))
+
+    async def send(version: int) -> None:
+        assert pusher is not None
+        with watch.trace.span("push", f"evaluation of version {version}"):
+            await pusher.push(version)
+
+    def report(version: int, metrics: dict[str, float]) -> None:
+        watch.evaluation(version, metrics)
+        record_best(config.run_dir, config.checkpoint.best)
+
     return Evaluations(
-        Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward),
+        make_evaluator(config, inputs, watch.trace, engines, sampling),
         config.evaluation.every,
         last=config.steps,
         serving=lambda: engines.serving,
-        report=watch.evaluation,
+        report=report,
         reported=watch.evaluated,
+        send=None if pusher is None else send,
+    )
+
+
+def _evaluation_pusher(config: Config, learner: LearnerGroup, pool: EnginePool, verification: Verification) -> Pusher:
+    return evaluation_pusher(
+        learner, pool, lambda: connect(config, learner, pool, EVALUATION), config.weight_sync.timeout, verification
     )
 
 
@@ -161,20 +224,24 @@ def _parts(
     config: Config,
     inputs: Inputs,
     watch: Watch,
-    engines: EnginePool,
+    pools: list[EnginePool],
     learner: LearnerGroup,
     resources: Mapping[str, float],
 ) -> Parts:
     from trainer.loop import Parts
 
+    engines, *others = pools
+
     settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
     sampling = settings.sampling
+    verification = _verification(config, inputs, settings.max_model_len)
+    for_evaluation = [_evaluation_pusher(config, learner, pool, verification) for pool in others]
     return Parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
-        episodes=_episodes(config, inputs, watch, engines, sampling),
-        evaluations=_evaluations(config, inputs, watch, engines, sampling),
+        episodes=make_episodes(config, inputs, watch.trace, engines, sampling),
+        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, next(iter(for_evaluation), None)),
         learner=learner,
         pusher=Pusher(
             learner,
@@ -182,7 +249,7 @@ def _parts(
             config.weight_sync.timeout,
             connect=lambda: connect(config, learner, engines),
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
-            verification=_verification(config, inputs, settings.max_model_len),
+            verification=verification,
             staged=config.weight_sync.staging,
             deltas=config.weight_sync.delta,
             dense_every=config.weight_sync.dense_every,
@@ -194,5 +261,6 @@ def _parts(
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
+        model_source=inputs.model.source,
         check_resources=lambda changed: check_resources(changed, resources),
     )

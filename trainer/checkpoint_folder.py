@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 STATE_FILE = "state.json"
@@ -23,14 +24,18 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir).absolute() / "checkpoints" / f"step_{step}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that the name of a checkpoint's folder says. Raises ``ValueError`` for another name."""
+    if not (match := re.fullmatch(r"step_(\d+)", checkpoint.name)):
+        raise ValueError(f"{checkpoint} is not named like a checkpoint")
+    return int(match[1])
+
+
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = {}
-    for path in (Path(run_dir).absolute() / "checkpoints").glob("step_*"):
-        match = re.fullmatch(r"step_(\d+)", path.name)
-        if match and (path / STATE_FILE).is_file():
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
+    found = (Path(run_dir).absolute() / "checkpoints").glob("step_*")
+    whole = (path for path in found if re.fullmatch(r"step_\d+", path.name) and (path / STATE_FILE).is_file())
+    return sorted(whole, key=step_of)
 
 
 def torn(checkpoint: Path) -> str | None:
@@ -69,11 +74,8 @@ def check_room(run_dir: str | Path) -> None:
         )
 
 
-def move_into_place(temporary: Path, final: Path, keep: int) -> None:
-    """Make the checkpoint in ``temporary`` durable, move it to ``final``, and drop all but the newest ``keep``.
-
-    Checkpoints of later steps belong to a branch that this run left when it continued from an older one.
-    """
+def move_into_place(temporary: Path, final: Path) -> None:
+    """Make the checkpoint in ``temporary`` durable and move it to ``final``."""
     files = [path for path in temporary.rglob("*") if path.is_file()]
     sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
     (temporary / FILES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
@@ -87,10 +89,28 @@ def move_into_place(temporary: Path, final: Path, keep: int) -> None:
     temporary.rename(final)
     _flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    everything = checkpoints(final.parent.parent)
-    current = everything.index(final) + 1
-    for old in [*everything[: max(0, current - keep)], *everything[current:]]:
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def leave_branch(run_dir: str | Path, step: int) -> None:
+    """A run continues from ``step``: the whole checkpoints of later steps are of a branch that it leaves.
+
+    They lose their names, so that none is taken for one of the steps that are made now, and are dropped with the next
+    checkpoint: until then a run that does not get that far has lost nothing.
+    """
+    for path in checkpoints(run_dir):
+        if step_of(path) > step and torn(path) is None:
+            left = path.with_name(f".{path.name}.left")
+            shutil.rmtree(left, ignore_errors=True)
+            path.rename(left)
+
+
+def drop_others(newest: Path, keep: int, spared: Collection[Path] = ()) -> None:
+    """Of the checkpoints of a run leave the ``keep`` up to ``newest``, and those that are ``spared``."""
+    everything = checkpoints(newest.parent.parent)
+    current = everything.index(newest) + 1
+    old = [path for path in everything[: max(0, current - keep)] if path not in spared]
+    for path in [*old, *everything[current:], *newest.parent.glob(".step_*.left")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def put_back_replaced(run_dir: str | Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 from trainer import allowed
 from trainer.algorithm import combinations
-from trainer.config import Config
+from trainer.config import CheckpointConfig, Config
+from trainer.mixture import MixtureError, data_sources
+from trainer.nearest import nearest
 
 UNSUPPORTED: dict[str, str] = {
     "sampling.n": "every rollout is a request of its own; `sampling.group_size` says how many a prompt gets",
@@ -52,6 +54,11 @@ def check(config: Config) -> None:
     _check_parallelism(config)
     _check_evaluation(config)
     _check_conditions(config)
+    _check_best(config)
+    try:
+        data_sources(config.data)
+    except MixtureError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_conditions(config: Config) -> None:
@@ -65,12 +72,37 @@ def _check_conditions(config: Config) -> None:
         raise ConfigError(f"`checks`: {error}") from None
 
 
+def _check_best(config: Config) -> None:
+    """A metric that no step or evaluation of this run has would keep nothing, without a word."""
+    metric, evaluation = config.checkpoint.best, config.evaluation
+    if metric is None or metric == CheckpointConfig.best:  # the default keeps nothing in a run without evaluations
+        return
+    from trainer.watch import catalogue  # not at every start: it comes with the console
+
+    if catalogue.unknown([metric]):
+        names = [found.name for found in (*catalogue.EVALUATION, *catalogue.METRICS)]
+        raise ConfigError(f"`checkpoint.best={metric}` is no metric{nearest(metric, names)}")
+    if metric.startswith("eval/") and not evaluation.every:
+        raise ConfigError(f"`checkpoint.best={metric}` needs evaluations; set `evaluation.every`")
+    pass_metrics = [f"eval/pass@{2**power}" for power in range(evaluation.rollouts.bit_length())]
+    if metric.startswith("eval/pass@") and metric not in pass_metrics:
+        raise ConfigError(
+            f"`checkpoint.best={metric}`: with `evaluation.rollouts={evaluation.rollouts}` k is 1, 2, 4, ... up to "
+            f"{evaluation.rollouts}"
+        )
+
+
 def _check_evaluation(config: Config) -> None:
     evaluation = config.evaluation
     if evaluation.temperature == 0 and evaluation.rollouts > 1:
         raise ConfigError(
             f"`evaluation.temperature=0` with `evaluation.rollouts={evaluation.rollouts}`: greedy decoding makes every "
             "rollout of a prompt the same; use one, or a temperature"
+        )
+    if evaluation.engine == "dedicated" and config.weight_sync.backend == "ipc":
+        raise ConfigError(
+            "`evaluation.engine=dedicated` needs a GPU of its own, and `weight_sync.backend=ipc` reaches only the "
+            "learner's; use `evaluation.engine=shared`, or `weight_sync.backend=nccl`"
         )
     tokens = evaluation.max_tokens or config.sampling.max_tokens
     if config.engine.max_model_len and config.engine.max_model_len <= tokens:

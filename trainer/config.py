@@ -26,6 +26,7 @@ class ModelConfig:
 class DataConfig:
     path: str | None = None  # local file; overrides the recipe's own source
     eval_path: str | None = None  # local file of held-out rows, for evaluations
+    mixture: list[Any] = field(default_factory=list)  # several: a list of {name, weight, path, eval_path, options}
     shuffle: bool = True  # seeded order, reshuffled each epoch
     options: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, for example the difficulty
 
@@ -213,12 +214,14 @@ class EvaluationConfig:
     temperature: float = 1.0  # of sampling in an evaluation; 0: greedy
     max_tokens: int = 0  # tokens of a response; 0: sampling.max_tokens
     pass_reward: float = 1.0  # a rollout with at least this reward passes
+    engine: str = "shared"  # shared: the engines of training, the next push waits; dedicated: one engine more, for it
 
 
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only at the end and on interrupt
     keep: int = 2  # newest checkpoints that are kept
+    best: str | None = "eval/reward_mean"  # the one with the largest value of this metric is kept too; null: none
 
 
 @dataclass

@@ -7,10 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from generator.rollout import Prompt
 from generator.task import DataError, Messages, ModelError
+from trainer.order import PromptOrder
 
 RESERVED_COLUMNS = ("prompts", "completions")
 """Names under which reward functions get the texts; a data set column cannot have them."""
@@ -30,8 +29,10 @@ def build_prompts(
     tokenizer: Tokenizer,
     *,
     max_tokens: int,
+    source: str = "",
+    first_id: int = 0,
 ) -> list[Prompt]:
-    """Render and tokenize every row; ``id`` is the row's index.
+    """Render and tokenize every row of the data set ``source``; ids count on from ``first_id``.
 
     A chat is rendered with the model's chat template, which brings its own special tokens; plain text gets the
     tokenizer's. Raises :class:`DataError` for an empty data set, for the first row whose prompt has more than
@@ -60,7 +61,7 @@ def build_prompts(
     prompts = []
     for index, (row, text, ids) in enumerate(zip(rows, texts, token_ids, strict=True)):
         _check(index, row, text, ids, max_tokens)
-        prompts.append(Prompt(index, tuple(ids), text, dict(row)))
+        prompts.append(Prompt(first_id + index, tuple(ids), text, dict(row), source))
     return prompts
 
 
@@ -89,10 +90,24 @@ def _check(index: int, row: Mapping[str, Any], text: str, ids: list[int], max_to
 
 
 class PromptStream:
-    """An endless stream of prompts: each epoch is a seeded permutation, and the position can be saved and restored."""
+    """An endless stream of prompts: each epoch is a seeded permutation, and the position can be saved and restored.
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+    ``shares`` are those of several data sets, by the ``source`` of their prompts, which stand together in this order.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
         self._prompts = list(prompts)
+        self._shares = list((shares or {}).items())
+        sizes = Counter(prompt.source for prompt in self._prompts)
+        counts = [sizes[name] for name, _ in self._shares] or [len(self._prompts)]
+        self._order = PromptOrder(counts, [share for _, share in self._shares] or [1.0], seed=seed, shuffle=shuffle)
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
         self._seed = seed
         self._shuffle = shuffle
@@ -100,7 +115,6 @@ class PromptStream:
         self._handed_out: Counter[int] = Counter()
         """How often each id is handed out: a prompt can be in flight twice, from two epochs."""
         self._fingerprint = self._hash_prompts()
-        self._start_epoch(0)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -123,10 +137,7 @@ class PromptStream:
     def _take(self) -> Prompt:
         if self._returned:
             return self._by_id[self._returned.popleft()]
-        if self._cursor == len(self._order):
-            self._start_epoch(self._epoch + 1)
-        self._cursor += 1
-        return self._prompts[self._order[self._cursor - 1]]
+        return self._prompts[self._order.next()]
 
     def done(self, prompt: Prompt) -> None:
         """A prompt that was handed out needs no rollouts any more: it was learned from, or cannot be."""
@@ -146,14 +157,24 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain values for a checkpoint."""
         return {
-            "epoch": self._epoch,
-            "cursor": self._cursor,
+            **self._saved_position(),
             "handed_out": list(self._handed_out.elements()),
             "returned": list(self._returned),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
         }
+
+    def _saved_position(self) -> dict[str, Any]:
+        """Of one data set plain numbers, of several a list by data set."""
+        epochs, cursors = map(list, zip(*self._order.position, strict=True))
+        if not self._shares:
+            return {"epoch": epochs[0], "cursor": cursors[0]}
+        return {"epoch": epochs, "cursor": cursors, "shares": self._saved_shares()}
+
+    def _saved_shares(self) -> list[list[Any]]:
+        """In their order, which is that of the prompts; as JSON gives it back."""
+        return [[name, share] for name, share in self._shares]
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Iterable[int] = ()) -> None:
         """Continue at a saved position.
@@ -162,21 +183,32 @@ class PromptStream:
         done come first again. Raises :class:`DataError` when the position belongs to other prompts or another order,
         and ``KeyError``, ``TypeError`` or ``ValueError`` when it is none.
         """
-        for name, mine in (("seed", self._seed), ("shuffle", self._shuffle), ("fingerprint", self._fingerprint)):
-            if state[name] != mine:
-                what = "the prompts are not the same" if name == "fingerprint" else f"{name} was {state[name]}"
+        mine = {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "shares": self._saved_shares(),
+            "fingerprint": self._fingerprint,
+        }
+        for name, value in mine.items():
+            then = state.get(name, []) if name == "shares" else state[name]
+            if then != value:
+                what = f"{name} was {then}"
+                if name == "shares":
+                    what = f"the shares of data.mixture were {dict(then)}" if then else "it is of a single data set"
+                elif name == "fingerprint":
+                    what = "the prompts are not the same"
                 raise DataError(
                     f"the checkpoint's position in the data does not fit this run: {what}. Resume with the data set, "
                     "prompt format and seed of the checkpoint, or start afresh in another run_dir"
                 )
-        epoch, cursor, returned = int(state["epoch"]), int(state["cursor"]), [int(i) for i in state["returned"]]
+        returned = [int(i) for i in state["returned"]]
         # Checkpoints from before rollouts were kept have these in "returned".
         again = [int(i) for i in state.get("handed_out", ())]
         count = len(self._prompts)
-        if epoch < 0 or not 0 <= cursor <= count or any(not 0 <= index < count for index in [*returned, *again]):
+        if any(not 0 <= index < count for index in [*returned, *again]):
             raise ValueError(f"a position that does not exist among {count} prompts")
-        self._start_epoch(epoch)
-        self._cursor = cursor
+        epochs, cursors = (value if self._shares else [value] for value in (state["epoch"], state["cursor"]))
+        self._order.go_to([(int(epoch), int(cursor)) for epoch, cursor in zip(epochs, cursors, strict=True)])
         kept = list(kept)
         self._handed_out = Counter(kept)
         for prompt_id in kept:
@@ -184,13 +216,6 @@ class PromptStream:
                 raise DataError(f"the checkpoint keeps rollouts of the prompt {prompt_id}, which it had not handed out")
             again.remove(prompt_id)
         self._returned = deque([*again, *returned])
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._cursor = 0
-        count = len(self._prompts)
-        order = np.random.default_rng([self._seed, epoch]).permutation(count) if self._shuffle else np.arange(count)
-        self._order: list[int] = order.tolist()
 
     def _hash_prompts(self) -> str:
         digest = hashlib.sha256()

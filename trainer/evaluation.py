@@ -2,7 +2,8 @@
 
 An evaluation begins right behind the push of its version and holds the next push until it has ended. Until then the
 learner trains and the engines generate for training too, so it costs what its own tokens cost, and at most the wait of
-one push.
+one push. With an engine of its own (``evaluation.engine=dedicated``) it costs that engine, and one push to it more;
+pushes to the others do not wait for it, only the next evaluation does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,7 +56,7 @@ class Evaluator:
                 raise EvaluationError(
                     f"rollout {item.rollout.id} of the evaluation of version {version} has tokens of {sorted(others)}"
                 )
-        metrics = evaluation_metrics(scored, self.pass_reward)
+        metrics = evaluation_metrics(scored, self.pass_reward, [prompt.source for prompt in self.prompts])
         counts = {f"eval/{name}": float(count) for name, count in self.episodes.take_counts().items()}
         return metrics | counts | {"eval/seconds": time.monotonic() - started}
 
@@ -64,8 +65,10 @@ class Evaluator:
         return await self.episodes.sample(prompt, [Rollout(name, prompt.token_ids) for name in names], version)
 
 
-def evaluation_metrics(scored: Sequence[Sequence[ScoredRollout]], pass_reward: float) -> dict[str, float]:
-    """The metrics of an evaluation, of the scored rollouts of each prompt.
+def evaluation_metrics(
+    scored: Sequence[Sequence[ScoredRollout]], pass_reward: float, sources: Sequence[str] = ()
+) -> dict[str, float]:
+    """The metrics of an evaluation, of the scored rollouts of each prompt; ``sources`` names the data set of each.
 
     What has no reward is counted as excluded and nothing else. ``eval/pass@k`` is the chance that one of k rollouts of
     a prompt passes, mean over the prompts with at least k scored rollouts, for k = 1, 2, 4, ...; the unbiased estimator
@@ -83,6 +86,11 @@ def evaluation_metrics(scored: Sequence[Sequence[ScoredRollout]], pass_reward: f
         "eval/length_mean": float(np.mean(lengths)) if lengths else math.nan,
         "eval/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])) if rollouts else 0.0,
     }
+    for source in {name: None for name in sources if name}:
+        found = [
+            reward for of_prompt, name in zip(rewards, sources, strict=True) if name == source for reward in of_prompt
+        ]
+        metrics[f"eval/by_source/{source}/reward_mean"] = float(np.mean(found)) if found else math.nan
     k = 1
     while passes := [_pass_at(k, of_prompt, pass_reward) for of_prompt in rewards if len(of_prompt) >= k]:
         metrics[f"eval/pass@{k}"] = float(np.mean(passes))
@@ -100,7 +108,8 @@ class Evaluations:
     """The evaluations of a run: which versions are evaluated, and the one that is going on. None without evaluator.
 
     Every ``every``-th version is, and ``last``. ``serving`` says how many engines serve, ``report`` takes the metrics
-    of a version, and ``reported`` says whether it did so before a restart.
+    of a version, and ``reported`` says whether it did so before a restart. ``send`` brings a version to engines that
+    are there for evaluations only; without it, it is sampled by those of training.
     """
 
     evaluator: Evaluator | None = None
@@ -109,20 +118,36 @@ class Evaluations:
     serving: Callable[[], int] = lambda: 1
     report: Callable[[int, dict[str, float]], None] = lambda version, metrics: None
     reported: Callable[[int], bool] = lambda version: False
+    send: Callable[[int], Awaitable[None]] | None = None
     _version: int = field(default=0, init=False)
     _running: asyncio.Task[dict[str, float]] | None = field(default=None, init=False)
 
-    def begin(self, version: int) -> None:
-        """``version`` has just been published: evaluate it if it is due. None may be going on."""
+    @property
+    def going_on(self) -> int | None:
+        """The version that is being evaluated, if one is."""
+        return None if self._running is None else self._version
+
+    async def before_push(self) -> None:
+        """Return when a push to the engines of training may change their weights: see :meth:`ended`."""
+        if self.send is None or (self._running is not None and self._running.done()):
+            await self.ended()
+
+    async def begin(self, version: int) -> None:
+        """``version`` has just been published: evaluate it if it is due.
+
+        The learner must hold it until this returns. The evaluation before, if it has engines of its own, ends first.
+        """
         due = self.every > 0 and (version % self.every == 0 or version == self.last)
         if self.evaluator is None or not due or self.reported(version):
             return
-        assert self._running is None, "an evaluation ends before the next push"
+        await self.ended()
+        if self.send is not None:
+            await self.send(version)
         self._version = version
         self._running = asyncio.create_task(self.evaluator.run(version), name=f"evaluation of version {version}")
 
     async def ended(self) -> None:
-        """Return when no evaluation is going on, its metrics reported: a push may change the weights. Raises its error.
+        """Return when no evaluation is going on, its metrics reported: a push may change its weights. Raises its error.
 
         With no engine left it is given up: engines that come need the weights of now, which the push brings.
         """

@@ -21,7 +21,8 @@ Exit codes: 0 done, 1 failed, 2 configuration error, 130 interrupted after writi
 
 MORE = """\
 All keys: docs/reference/configuration.md. What a command line comes to: add `--cfg job`. Several runs, one after
-another: `--multirun seed=0,1,2`. Tab completion: `eval "$(python -m trainer --shell-completion install=bash)"`.
+another: `--multirun seed=0,1,2`. A checkpoint or a model on held-out data: `python -m trainer.evaluate --help`.
+Tab completion: `eval "$(python -m trainer --shell-completion install=bash)"`.
 """
 
 COMMON_KEYS = (

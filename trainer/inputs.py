@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from generator.rollout import Prompt
-from generator.task import Environment, Task, TaskContext, TaskData
+from generator.task import DataError, Environment, Task, TaskContext, TaskData
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream, build_prompts
 from trainer.dotted import DottedPathError, resolve_dotted
+from trainer.mixture import DataSource, data_sources, interleaved
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
 from trainer.placement import check_tensor_parallel, device_kind, prompt_limit
 from trainer.rewards import RewardPart, resolve_rewards
@@ -42,10 +44,8 @@ class Inputs:
 
 def load_inputs(config: Config) -> Inputs:
     """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process."""
-    task = make_task(config)
-    data = task.load(
-        TaskContext(config.data.path, config.data.options, hub_reachable, config.seed, config.data.eval_path)
-    )
+    loaded = _load_sources(config)
+    task = loaded[0].task
     environment = find_environment(task)
     if environment is not None and config.reward is not None:
         raise ConfigError(
@@ -53,33 +53,91 @@ def load_inputs(config: Config) -> Inputs:
             "`reward` unset"
         )
     rewards = () if environment else resolve_rewards(config.reward, task.rewards())
-    model = _resolve(config, config.model.path)
+    model = find_model(config, config.model.path)
     check_tensor_parallel(config, model)
     kl = config.algorithm.kl
-    reference = _resolve(config, kl.model) if kl.coefficient > 0 and kl.model else None
+    reference = find_model(config, kl.model) if kl.coefficient > 0 and kl.model else None
     tokenizer = load_tokenizer(model.path)
     longest = prompt_limit(config, model)
-    prompts = build_prompts(data.rows, task.prompt, tokenizer, max_tokens=longest)
-    rows = _held_out_rows(config, data)
-    held_out = build_prompts(rows, task.prompt, tokenizer, max_tokens=longest) if rows else []
-    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
-    return Inputs(data, model, tokenizer, stream, tuple(held_out), rewards, environment, reference)
+    prompts: list[Prompt] = []
+    for source in loaded:
+        prompts += source.prompts(source.data.rows, tokenizer, longest, len(prompts))
+    shares = {source.of.name: source.of.share for source in loaded} if config.data.mixture else None
+    stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle, shares=shares)
+    held_out = _held_out(config, loaded, tokenizer, longest)
+    return Inputs(_described(loaded), model, tokenizer, stream, held_out, rewards, environment, reference)
 
 
-def _held_out_rows(config: Config, data: TaskData) -> list[Mapping[str, Any]]:
-    """The rows of an evaluation. Raises :class:`ConfigError` when evaluations are asked for and there are none."""
-    if not config.evaluation.every:
-        return []
-    if not len(data.eval_rows):
+@dataclass(frozen=True, slots=True)
+class _LoadedSource:
+    """A data set that was loaded, by a task of its own: how a row becomes a prompt may depend on the options."""
+
+    of: DataSource
+    task: Task
+    data: TaskData
+
+    def prompts(
+        self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, longest: int, first_id: int = 0
+    ) -> list[Prompt]:
+        """``rows`` of this data set as prompts."""
+        with _named(self.of):
+            return build_prompts(
+                rows, self.task.prompt, tokenizer, max_tokens=longest, source=self.of.name, first_id=first_id
+            )
+
+
+def _load_sources(config: Config) -> list[_LoadedSource]:
+    loaded = []
+    for source in data_sources(config.data):
+        task = make_task(config)
+        context = TaskContext(source.path, source.options, hub_reachable, config.seed, source.eval_path)
+        with _named(source):
+            loaded.append(_LoadedSource(source, task, task.load(context)))
+    return loaded
+
+
+@contextlib.contextmanager
+def _named(source: DataSource) -> Iterator[None]:
+    """An error of the data says which of several data sets it is about."""
+    try:
+        yield
+    except DataError as error:
+        if not source.name:
+            raise
+        raise DataError(f"data set {source.name!r} of data.mixture: {error}") from error
+
+
+def _described(loaded: Sequence[_LoadedSource]) -> TaskData:
+    """What the first lines of a run say of the data."""
+    if not loaded[0].of.name:
+        return loaded[0].data
+    texts = [f"{100 * source.of.share:.4g} % {source.of.name} ({source.data.source})" for source in loaded]
+    return TaskData((), "; ".join(texts), "data.mixture is set")
+
+
+def _held_out(config: Config, loaded: Sequence[_LoadedSource], tokenizer: Any, longest: int) -> tuple[Prompt, ...]:
+    """The prompts of an evaluation, of several data sets in turn. Raises :class:`ConfigError` when evaluations are
+    asked for and there are none."""
+    evaluation = config.evaluation
+    if not evaluation.every:
+        return ()
+    if not any(len(source.data.eval_rows) for source in loaded):
         raise ConfigError(
-            f"`evaluation.every={config.evaluation.every}`: the data holds no rows out ({data.source}); set "
-            "`data.eval_path` to a file of rows that are not trained on, or `evaluation.every=0`"
+            f"there is nothing to evaluate on: the data holds no rows out ({_described(loaded).source}); set "
+            "`data.eval_path` to a file of rows that are not trained on, or train with `evaluation.every=0`"
         )
-    count = min(len(data.eval_rows), config.evaluation.prompts or len(data.eval_rows))
-    return [data.eval_rows[index] for index in range(count)]
+    rows_of = [(source, _first(source.data.eval_rows, evaluation.prompts)) for source in loaded]
+    chosen = interleaved([[(source, row) for row in rows] for source, rows in rows_of])
+    chosen = chosen[: evaluation.prompts or len(chosen)]
+    held_out: list[Prompt] = []
+    for source in loaded:
+        if rows := [row for other, row in chosen if other is source]:
+            held_out += source.prompts(rows, tokenizer, longest, len(held_out))
+    return tuple(held_out)
 
 
-def _resolve(config: Config, path: str) -> ResolvedModel:
+def find_model(config: Config, path: str) -> ResolvedModel:
+    """The model that ``path`` names, as ``model.path`` does, in a run of this configuration."""
     return resolve_model(
         path,
         hub_id=config.model.hub_id,
@@ -87,6 +145,11 @@ def _resolve(config: Config, path: str) -> ResolvedModel:
         device_kind=device_kind(config),
         dtype=config.model.dtype,
     )
+
+
+def _first(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The first ``count`` rows, all of them for 0; a large data set is not read for them."""
+    return [rows[index] for index in range(min(len(rows), count or len(rows)))]
 
 
 def make_task(config: Config) -> Task:

@@ -22,6 +22,7 @@ from trainer.batching import BatchPlan, plan_micro_batches
 from trainer.config import AlgorithmConfig
 from trainer.interrupt import Interrupt
 from trainer.learner_setup import (
+    CHECKPOINT_TAG,
     LearnerSpec,
     adamw,
     deepspeed_config,
@@ -34,6 +35,7 @@ from trainer.learner_setup import (
 from trainer.logprob_pass import batch_logprobs, kl_penalties
 from trainer.policy import PolicyModel
 from trainer.reference_model import load_reference
+from trainer.resharding import load_on_other_ranks, shard_files
 from trainer.schedule import learning_rate_at
 from trainer.step_metrics import StepResult, step_result
 from trainer.train_rollout import (
@@ -45,8 +47,6 @@ from trainer.train_rollout import (
     with_second_moment_mask,
 )
 from trainer.update import Update, Updater
-
-_CHECKPOINT_TAG = "learner"
 
 
 class Learner:
@@ -158,18 +158,28 @@ class Learner:
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer state and step count into ``folder``, from which :meth:`load` continues exactly."""
         state = {"steps_done": self._steps_done}
-        self._engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG, client_state=state, save_latest=False)
+        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, client_state=state, save_latest=False)
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder written by :meth:`save` with the same number of ranks and ZeRO stage.
+        """Continue from a folder written by :meth:`save` at the same ZeRO stage, on as many ranks or on others.
 
-        Raises ``FileNotFoundError`` when there is no learner checkpoint in it.
+        Raises ``FileNotFoundError`` when there is no learner checkpoint in it, ``ValueError`` for another stage.
         """
-        if not (Path(folder) / _CHECKPOINT_TAG).is_dir():
-            raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {_CHECKPOINT_TAG!r} in it)")
-        loaded, state = self._engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
-        if loaded is None:
-            raise FileNotFoundError(f"the learner checkpoint in {folder} is incomplete; DeepSpeed could not read it")
+        files = Path(folder) / CHECKPOINT_TAG
+        if not files.is_dir():
+            raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
+        saved_by = len(shard_files(files))
+        if (saved_by > 0) != (self._engine.zero_optimization_stage() > 0):
+            raise ValueError(
+                f"the checkpoint in {folder} was written {'with' if saved_by else 'without'} learner.zero_stage, and "
+                f"the run has {self.spec.learner.zero_stage}; the stage must stay"
+            )
+        if saved_by in (0, self.world_size):
+            loaded, state = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+            if loaded is None:
+                raise FileNotFoundError(f"the learner checkpoint in {folder} is incomplete; DeepSpeed cannot read it")
+        else:
+            state = load_on_other_ranks(self._engine, files, self.rank, self.world_size)
         # Checkpoints from before a step could be several updates do not hold the number.
         updates = self._engine.global_steps - self._engine.skipped_steps
         self._steps_done = int(state.get("steps_done", updates))
@@ -188,7 +198,7 @@ class Learner:
         if self.rank == 0:
             state |= {name: buffer for name, buffer in model.state_dict().items() if name not in state}
             model.save_pretrained(str(folder), state_dict=state)
-            save_tokenizer(self.spec, folder)
+            save_tokenizer(self.spec.model_path, self.spec.trust_remote_code, folder)
         dist.barrier()
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
+from trainer.evaluation_engine import TRAINING
 from trainer.learner import Learner
 from trainer.learner_error import LearnerError
 from trainer.learner_setup import LearnerSpec
@@ -35,7 +36,7 @@ class LearnerActor:
 
     def __init__(self) -> None:
         self._learner: Any = None
-        self._sender: Any = None
+        self._senders: dict[str, Any] = {}
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
@@ -70,6 +71,7 @@ class LearnerActor:
 
     def connect_weights(
         self,
+        pool: str,
         engines: Sequence[Any],
         names: Sequence[str],
         workers: Sequence[int],
@@ -84,10 +86,10 @@ class LearnerActor:
         from weight_sync.sender import WeightSender
         from weight_sync.source import DeepSpeedSource
 
-        if self._sender is None:
+        if pool not in self._senders:
             dtype = getattr(torch, self._learner.spec.dtype)
             source = DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes)
-            self._sender = WeightSender(
+            self._senders[pool] = WeightSender(
                 source,
                 backend=backend,
                 rank=self._learner.rank,
@@ -97,13 +99,13 @@ class LearnerActor:
                 deltas=deltas,
                 ranks=self._learner.world_size,
             )
-        self._sender.connect(engines, names, workers, address, port)
+        self._senders[pool].connect(engines, names, workers, address, port)
 
-    def prepare_push(self, base: int | None) -> Manifest:
-        return self._sender.prepare(base)
+    def prepare_push(self, pool: str, base: int | None) -> Manifest:
+        return self._senders[pool].prepare(base)
 
-    def send_weights(self, version: int, hashed: bool) -> int:
-        return self._sender.send(version, hashed)
+    def send_weights(self, pool: str, version: int, hashed: bool) -> int:
+        return self._senders[pool].send(version, hashed)
 
     def steps_done(self) -> int:
         return self._learner.steps_done
@@ -114,8 +116,8 @@ class LearnerActor:
             self._learner.interrupt()
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        for sender in self._senders.values():
+            sender.close()
         if self._learner is not None:
             self._learner.close()
 
@@ -190,14 +192,16 @@ class LearnerGroup:
         transfer_timeout: float,
         staging: str | None = None,
         deltas: bool = False,
+        pool: str = TRAINING,
     ) -> None:
-        """Build the transfer group between rank 0 and the engines, again after a failed push.
+        """Build the transfer group between rank 0 and the engines of a pool, again after a failed push.
 
         The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``. Weights travel in the
         dtype of the forward pass, which is also the engines'.
         """
         await self._call(
             "connect_weights",
+            pool,
             list(engines),
             list(names),
             list(workers),
@@ -210,19 +214,19 @@ class LearnerGroup:
             deltas,
         )
 
-    async def prepare(self, base: int | None = None) -> Manifest:
+    async def prepare(self, base: int | None = None, pool: str = TRAINING) -> Manifest:
         """Check on every rank that the weights are finite; the manifest of what engines will hold. Disturbs none.
 
         ``base``: the version since which only changes may be sent, see :meth:`weight_sync.sender.WeightSender.prepare`.
         """
-        return (await self._call("prepare_push", base))[0]
+        return (await self._call("prepare_push", pool, base))[0]
 
-    async def send(self, version: int, hashed: bool = False) -> int:
-        """Move the weights into every engine, as ``version``; the bytes of tensors, or of a delta, that were sent.
+    async def send(self, version: int, hashed: bool = False, pool: str = TRAINING) -> int:
+        """Move the weights into every engine of a pool, as ``version``; the bytes of tensors, or of a delta, sent.
 
         ``hashed``: engines compare a digest of every tensor, see :meth:`weight_sync.sender.WeightSender.send`.
         """
-        return (await self._call("send_weights", version, hashed))[0]
+        return (await self._call("send_weights", pool, version, hashed))[0]
 
     async def steps_done(self) -> int:
         """Batches learned from, those before a checkpoint was loaded included."""

@@ -20,6 +20,8 @@ from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_TAG = "learner"
+"""The folder, in the learner's of a checkpoint, in which DeepSpeed writes its files."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Forward dtypes that the learner trains in, by the name that ``model.dtype`` takes."""
 
@@ -171,12 +173,13 @@ def adamw(parameters: Any, spec: LearnerSpec) -> torch.optim.AdamW:
     )
 
 
-def save_tokenizer(spec: LearnerSpec, folder: str | Path) -> None:
+def save_tokenizer(model_path: str, trust_remote_code: bool, folder: str | Path) -> None:
+    """Write the tokenizer of a model into ``folder``; a model without one only has that said."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.model_path, trust_remote_code=spec.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        logger.warning("the export in %s has no tokenizer: %s has none that loads (%s)", folder, spec.model_path, error)
+        logger.warning("the export in %s has no tokenizer: %s has none that loads (%s)", folder, model_path, error)
         return
     tokenizer.save_pretrained(str(folder))

@@ -65,6 +65,8 @@ class Parts:
     pusher: Pusher
     admission: Admission
     watch: Watch
+    model_source: str = ""
+    """What ``model.path`` turned out to name, in one phrase."""
     check_resources: Callable[[Config], None] = lambda config: None
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
     groups: Groups = field(default_factory=Groups)
@@ -96,7 +98,7 @@ async def train(parts: Parts) -> None:
     """
     async with parts.weights:
         await push(parts, version=parts.steps_done)
-    parts.evaluations.begin(parts.steps_done)
+        await parts.evaluations.begin(parts.steps_done)
     try:
         async with asyncio.TaskGroup() as tasks:
             helping = [tasks.create_task(work(parts)) for work in (produce, equip_engines, watch_for_stalls)]
@@ -283,12 +285,12 @@ async def push(parts: Parts, version: int) -> None:
     """
     new = version != parts.admission.version
     if new:
-        await parts.evaluations.ended()
+        await parts.evaluations.before_push()
     started = time.time()
     report = await parts.pusher.push(version)
     if new:
         parts.admission.published(version)
-        parts.evaluations.begin(version)
+        await parts.evaluations.begin(version)
     parts.place_freed.set()
     parts.watch.push(push_record(report, started, parts.engines.interrupted))
 

@@ -150,6 +150,16 @@ def pool_settings(config: Config) -> PoolSettings:
     )
 
 
+def has_evaluation_engine(config: Config) -> bool:
+    """Whether there is one engine more, for evaluations alone."""
+    return config.evaluation.every > 0 and config.evaluation.engine == "dedicated"
+
+
+def all_engines(config: Config) -> int:
+    """Engines of the run, those for evaluations included."""
+    return config.engine.count + has_evaluation_engine(config)
+
+
 def engine_threads(config: Config) -> int:
     """Threads of one engine on CPU: unless configured, all engines together have a thread for every core.
 
@@ -250,22 +260,24 @@ def check_resources(config: Config, available: Mapping[str, float]) -> None:
     """
     engine = config.engine
     if device_kind(config) == "cpu":
-        workers = engine.count * engine.tensor_parallel
+        workers = all_engines(config) * engine.tensor_parallel
         if engine.tensor_parallel > 1 and engine.cpu_threads_bind == "auto" and workers > cpu_cores():
             raise ConfigError(
                 f"`engine.count` x `engine.tensor_parallel` = {workers} workers need a core each, but there are "
                 f"{cpu_cores()}; on CPU more engines than cores are possible with `engine.tensor_parallel=1` only"
             )
         return
-    engines, ranks = engine.count * engine.tensor_parallel, config.learner.ranks
+    engines, ranks = all_engines(config) * engine.tensor_parallel, config.learner.ranks
     there = int(available.get("GPU", 0))
     if shares_gpu(config):
         if there < 1:
             raise ConfigError("`weight_sync.backend=ipc` needs a GPU, but none is there")
         return
     if engines + ranks > there:
+        one_more = "(`engine.count` + 1 for `evaluation.engine=dedicated`)"
+        count = one_more if has_evaluation_engine(config) else "`engine.count`"
         raise ConfigError(
-            f"the run needs {engines + ranks} GPUs (`engine.count` x `engine.tensor_parallel` = {engines}, and "
+            f"the run needs {engines + ranks} GPUs ({count} x `engine.tensor_parallel` = {engines}, and "
             f"`learner.ranks` = {ranks}), but {there} are there"
         )
 

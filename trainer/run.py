@@ -1,4 +1,4 @@
-"""One run from its configuration to its exit code: what starts before and ends after the algorithm, and the signals.
+"""One run from its configuration to its exit code: what starts before and ends after the algorithm.
 
 The algorithm is in ``trainer.loop``; what it works with is put together in ``trainer.assembly``.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from generator.link import root_cause
 from generator.task import DataError, ModelError
+from trainer.best_checkpoint import record_best
+from trainer.checkpoint_folder import leave_branch
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.dotted import DottedPathError
@@ -24,6 +25,7 @@ from trainer.groups import KeptGroups
 from trainer.inputs import Inputs, load_inputs
 from trainer.placement import check_resources, device_kind
 from trainer.ray_session import RaySession
+from trainer.signals import EXIT_INTERRUPTED, interrupts
 from trainer.state import (
     COLLECT_SECONDS,
     LEARNER_FOLDER,
@@ -41,8 +43,7 @@ from trainer.watch import RunFolderError, Watch
 if TYPE_CHECKING:
     from trainer.loop import Parts
 
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-SAME_SIGNAL_SECONDS = 1.0
+EXIT_DONE, EXIT_FAILED = 0, 1
 COLLECT_SHARE = 0.25
 """Of ``shutdown.timeout``: what engines, and what is being cancelled, may each take of it at most."""
 
@@ -54,7 +55,9 @@ def run(config: Config, ray_session: RaySession) -> int:
     try:
         inputs = load_inputs(config)
         checkpoint = find_checkpoint(config)
-        state, kept = load_state(checkpoint, config, inputs.prompts) if checkpoint else (None, KeptGroups())
+        state, kept = (
+            load_state(checkpoint, config, inputs.prompts, inputs.model.source) if checkpoint else (None, KeptGroups())
+        )
         if state is not None and is_done(config, state):
             print(
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
@@ -100,12 +103,14 @@ async def supervise(
 
     task = asyncio.current_task()
     assert task is not None
-    with _interrupts(task):
+    with interrupts(task):
         try:
             async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     continue_from(state, kept, parts)
+                    leave_branch(config.run_dir, state.step)
+                    record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
                 async with listening(parts, config.run_dir):
@@ -176,29 +181,3 @@ def write_traceback(config: Config, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         (Path(config.run_dir) / "error.txt").write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _interrupts(task: asyncio.Task[Any]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM cancels ``task``; a later one ends the process at once.
-
-    ``timeout`` and ``make`` send a signal to a process and to its group: what comes within a moment is the same one.
-    """
-    loop = asyncio.get_running_loop()
-    first: list[float] = []
-
-    def handle() -> None:
-        if first and loop.time() - first[0] > SAME_SIGNAL_SECONDS:
-            os._exit(EXIT_INTERRUPTED)
-        if not first:
-            first.append(loop.time())
-            task.cancel()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

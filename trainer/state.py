@@ -26,17 +26,19 @@ from generator.link import root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.task import DataError
+from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import (
     STATE_FILE,
     check_room,
     checkpoint_path,
     checkpoints,
+    drop_others,
     move_into_place,
     put_back_replaced,
     torn,
 )
 from trainer.checks import ConfigError, get
-from trainer.config import Config, SamplingConfig
+from trainer.config import CheckpointConfig, Config, SamplingConfig
 from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
@@ -69,6 +71,8 @@ class RunState:
     """Totals of the summary: :meth:`trainer.watch.Watch.state_dict`."""
     next_group: int | None = None
     """The number of the next new group. ``None``: from before checkpoints kept rollouts; there is no file of them."""
+    model_source: str = ""
+    """What that was: ``auto`` is another model on another machine. Empty: from before checkpoints said so."""
 
 
 def find_checkpoint(config: Config) -> Path | None:
@@ -126,8 +130,12 @@ def begins_again(config: Config) -> bool:
     return same and steps <= config.checkpoint.every and not checkpoints(folder)
 
 
-def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple[RunState, KeptGroups]:
+def load_state(
+    checkpoint: Path, config: Config, prompts: PromptStream, model_source: str = ""
+) -> tuple[RunState, KeptGroups]:
     """Read a checkpoint's state and groups, move ``prompts`` to its position, and refuse what does not fit this run.
+
+    ``model_source`` says what ``model.path`` names here.
 
     Raises :class:`ConfigError` when a file cannot be read, belongs to another model, or is past ``steps``; the stream
     raises ``DataError`` for other data or another seed.
@@ -138,6 +146,11 @@ def load_state(checkpoint: Path, config: Config, prompts: PromptStream) -> tuple
             raise ConfigError(
                 f"the checkpoint {checkpoint} is of `model.path={state.model}`, the run has `model.path="
                 f"{config.model.path}`; take another run_dir"
+            )
+        if state.model_source and model_source and state.model_source != model_source:
+            raise ConfigError(
+                f"the checkpoint {checkpoint} is of the {state.model_source}, and here `model.path={config.model.path}`"
+                f" is the {model_source}; set model.path to the checkpoint's model, or take another run_dir"
             )
         if state.step > config.steps:
             raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
@@ -176,11 +189,26 @@ def is_done(config: Config, state: RunState) -> bool:
     return state.step == config.steps == summary.get("steps") and summary.get("status") == "done"
 
 
-def commit(temporary: Path, final: Path, state: RunState, kept: KeptGroups, keep: int) -> None:
-    """Complete the checkpoint in ``temporary`` and move it to ``final``, see :func:`move_into_place`."""
+def commit(
+    temporary: Path,
+    final: Path,
+    state: RunState,
+    kept: KeptGroups,
+    settings: CheckpointConfig,
+    in_evaluation: int | None = None,
+) -> None:
+    """Complete the checkpoint in ``temporary``, move it to ``final``, and drop those that need not be kept.
+
+    The one of the version that is ``in_evaluation`` stays: it may turn out to be the best. Every other has had its
+    chance, because evaluations end in the order in which they begin.
+    """
     write_groups(temporary, kept)
     (temporary / STATE_FILE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-    move_into_place(temporary, final, keep)
+    move_into_place(temporary, final)
+    run_dir = final.parent.parent
+    best = record_best(run_dir, settings.best)
+    spared = [] if in_evaluation is None else [checkpoint_path(run_dir, in_evaluation)]
+    drop_others(final, settings.keep, spared if best is None else [*spared, best])
 
 
 def continue_from(state: RunState, kept: KeptGroups, parts: Parts) -> None:
@@ -233,7 +261,13 @@ async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = N
     # One moment: no await between here and the last of these.
     kept = parts.groups.kept(newest)
     state = RunState(
-        step, parts.config.model.path, parts.prompts.state_dict(), parts.watch.state_dict(), kept.first_number
+        step,
+        parts.config.model.path,
+        parts.prompts.state_dict(),
+        parts.watch.state_dict(),
+        kept.first_number,
+        parts.model_source,
     )
-    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint.keep)
+    going_on = parts.evaluations.going_on
+    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint, going_on)
     return final

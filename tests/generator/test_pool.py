@@ -747,3 +747,37 @@ async def cancelled_push(world: World, version: int, after: float) -> None:
     if world.pusher.step.value in ("idle", "prepare", "connect", "gate"):
         pushing.cancel()
     await asyncio.gather(pushing, return_exceptions=True)
+
+
+# -- engines that load their weights themselves -----------------------------------------------------------------------
+
+
+def test_engines_that_have_loaded_a_version_serve_it_without_a_push_and_so_does_one_that_takes_a_lost_ones_place():
+    async def program() -> None:
+        world = World(engine=replace(ENGINE, loaded_version=7))
+        async with asyncio.timeout(FOREVER):
+            await world.pool.start()
+            await world.pool.serve_loaded(7)
+            running = world.generate(6)
+            await asyncio.sleep(0.5)
+            world.engines[0].kill()
+            await world.pool.joined.wait()
+            await world.pool.serve_loaded(7)
+            rollouts = await running
+            check(rollouts)
+            assert {version for rollout in rollouts for version in rollout.versions} == {7}
+            assert world.pool.serving == 2
+            await world.pool.shutdown()
+
+    virtual_time.run(program())
+
+
+def test_an_engine_that_has_loaded_another_version_serves_nothing():
+    async def program() -> None:
+        world = World(engine=replace(ENGINE, loaded_version=7))
+        await world.pool.start()
+        with pytest.raises(EngineError, match="cannot serve version 8"):
+            await world.pool.serve_loaded(8)
+        await world.pool.shutdown()
+
+    virtual_time.run(program())

@@ -61,6 +61,19 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         ({"learner.minibatches": 1000, "algorithm.proximal": "recomputed"}, ["batch.prompts", "learner.epochs"]),
         ({"learner.offload": True}, ["learner.zero_stage"]),
         ({"learner.offload": True, "learner.zero_stage": 2}, ["hardware=cpu", "saves nothing"]),
+        (
+            {"checkpoint.best": "eval/reward_men"},
+            ["checkpoint.best=eval/reward_men", "did you mean `eval/reward_mean`"],
+        ),
+        (
+            {"weight_sync.backend": "ipc", "hardware": "gpu", "evaluation.engine": "dedicated"},
+            ["evaluation.engine=dedicated", "weight_sync.backend=nccl"],
+        ),
+        ({"checkpoint.best": "eval/pass@1"}, ["checkpoint.best=eval/pass@1", "evaluation.every"]),
+        (
+            {"checkpoint.best": "eval/pass@4", "evaluation.every": 5, "evaluation.rollouts": 3},
+            ["checkpoint.best=eval/pass@4", "evaluation.rollouts=3"],
+        ),
         ({"optimizer.schedule": "cosin"}, ["did you mean `cosine`"]),
         ({"algorithm.objective": "nowhere.at.all"}, ["algorithm.objective", "'nowhere'"]),
         ({"algorithm.objective": "math.exp"}, ["algorithm.objective=math.exp", "(batch, proximal,"]),
@@ -124,6 +137,19 @@ def test_a_configuration_that_cannot_work_is_answered_in_one_paragraph_that_name
 @pytest.mark.parametrize("verify", ["none", "first", "every", 1, 20])
 def test_pushes_are_proven_by_a_word_or_by_a_number(verify):
     check(tiny_config({"weight_sync.verify": verify}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoint.best": None},
+        {"checkpoint.best": "reward/mean"},
+        {"checkpoint.best": "eval/pass@4", "evaluation.every": 5, "evaluation.rollouts": 7},
+    ],
+    ids=str,
+)
+def test_the_best_checkpoint_is_told_by_any_metric_that_the_run_will_have(changes):
+    check(tiny_config(changes))
 
 
 def test_uncorrected_training_is_possible_when_asked_for_by_name():

@@ -17,7 +17,10 @@ import pytest
 import yaml
 
 from tests.trainer.watch import wandb_file
+from trainer.checkpoint_model import write_checkpoint_model
 from trainer.control import request
+from trainer.evaluation_target import run_config
+from trainer.inputs import find_model
 from trainer.watch import catalogue
 from weight_sync.canary import TOLERANCES
 
@@ -79,6 +82,7 @@ def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
         "logger.wandb.mode=offline",
         "evaluation.every=2",
         "evaluation.prompts=4",
+        "evaluation.temperature=0",
     ]
     done = subprocess.run(
         command(*overrides), capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False
@@ -160,6 +164,42 @@ class TestAFinishedRun:
         assert all(line["eval/prompts"] == 4 and 0 <= line["eval/reward_mean"] <= 1 for line in lines)
         assert all(catalogue.unknown(line.keys() - {"step"}) == [] for line in lines)
         assert "evaluation of version 2" in finished_run[1].stdout
+
+    def test_its_best_checkpoint_is_named_with_the_value_of_its_evaluation(self, finished_run):
+        folder, _ = finished_run
+        evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+        value = evaluations[-1]["eval/reward_mean"]
+        best = json.loads((folder / "checkpoints" / "best.json").read_text())
+        assert best == {"checkpoint": "step_3", "step": 3, "metric": "eval/reward_mean", "value": value}
+
+    def test_its_checkpoint_is_evaluated_as_the_run_evaluated_it_with_nothing_but_the_run_folder(
+        self, finished_run, tmp_path
+    ):
+        folder, _ = finished_run
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer.evaluate", str(folder), f"--output={tmp_path / 'result.jsonl'}"],
+            capture_output=True, text=True, timeout=600, env=environment(), cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert no_process_left(), processes_of_this_test()
+        (row,) = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
+        in_run = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])
+        assert row["step"] == in_run["step"] == 3
+        same = ("eval/reward_mean", "eval/reward_std", "eval/pass@1", "eval/length_mean", "eval/prompts")
+        assert {name: row[name] for name in same} == {name: in_run[name] for name in same}
+        assert f"{row['eval/reward_mean']:.4f}" in done.stdout
+        assert not list(folder.glob(".evaluate-*"))
+
+    def test_the_export_is_the_folder_that_the_engine_has_loaded_for_that(self, finished_run, tmp_path):
+        """So vLLM loads the export."""
+        folder, _ = finished_run
+        config = run_config(folder, [])
+        base = find_model(config, config.model.path)
+        write_checkpoint_model(folder / "checkpoints" / "step_3" / "learner", base, False, tmp_path)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {path.name for path in (folder / "export").iterdir()}
+        for name in names:
+            assert (tmp_path / name).read_bytes() == (folder / "export" / name).read_bytes(), name
 
     def test_every_metric_it_writes_is_in_the_catalogue(self, finished_run):
         for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines():
@@ -340,10 +380,13 @@ def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
         assert request(tmp_path, {"engine.count": 1})["engines_serving"] == 1
         process.send_signal(signal.SIGINT)
 
-    code, output = act_after(r"step +1/", change_twice, tmp_path)
+    evaluated = ["evaluation.every=1", "evaluation.prompts=4", "evaluation.engine=dedicated"]
+    code, output = act_after(r"evaluation of version 2", change_twice, tmp_path, *evaluated)
     assert code == 130, output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["engines/lost"] == 0
+    versions = [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert versions == list(range(len(versions))), "each version was sent to the engine that evaluates, and to no other"
     assert no_process_left(patience=60), processes_of_this_test()
 
 

@@ -133,3 +133,11 @@ def test_no_override_goes_to_hydras_own_help():
 def test_a_key_of_the_recipe_alone_can_be_set_like_any_other():
     config = compose_config(prepared(["recipe=gsm8k_fully_async", "data.options.steps=2"]))
     assert config.data.options["steps"] == 2
+
+
+def test_several_data_sets_are_a_list_on_the_command_line():
+    mixture = "data.mixture=[{path: a.jsonl, weight: 3}, {name: hard, options: {steps: 2}}]"
+    config = compose_config(prepared(["recipe=gsm8k_fully_async", mixture]))
+    assert config.data.mixture == [{"path": "a.jsonl", "weight": 3}, {"name": "hard", "options": {"steps": 2}}]
+    with pytest.raises(ConfigError, match="did you mean `weight`"):
+        compose_config(prepared(["recipe=gsm8k_fully_async", "data.mixture=[{path: a.jsonl, wieght: 3}]"]))

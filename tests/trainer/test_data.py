@@ -170,3 +170,33 @@ def test_a_position_in_other_data_is_refused_instead_of_silently_skipping_rows(o
 def test_the_longest_prompt_is_known_for_the_context_length():
     stream = PromptStream([Prompt(0, (1, 2), "", {}), Prompt(1, (1, 2, 3, 4), "", {})], seed=0)
     assert stream.longest_prompt == 4
+
+
+def mixture(seed: int = 0, **shares: float) -> PromptStream:
+    """Of data sets of 4 and more prompts each."""
+    names = [name for number, name in enumerate(shares) for _ in range(4 + 3 * number)]
+    of_sets = [Prompt(number, (1, number), "", {}, name) for number, name in enumerate(names)]
+    return PromptStream(of_sets, seed=seed, shares=shares)
+
+
+def test_a_mixture_continues_in_the_same_order_with_what_was_handed_out_first():
+    stream = mixture(easy=0.75, hard=0.25)
+    taken = [stream.next() for _ in range(21)]
+    for prompt in taken[:-2]:
+        stream.done(prompt)
+    restored = mixture(easy=0.75, hard=0.25)
+    restored.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert draw(restored, 52) == [taken[-2].id, taken[-1].id, *draw(stream, 50)]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (mixture(easy=0.5, hard=0.5), "shares of data.mixture were"),
+        (mixture(hard=0.25, easy=0.75), "shares of data.mixture were|not the same"),
+        (PromptStream(prompts(11), seed=0), "single data set"),
+    ],
+)
+def test_a_mixture_of_other_data_sets_or_shares_is_refused(other, message):
+    with pytest.raises(DataError, match=message):
+        mixture(easy=0.75, hard=0.25).load_state_dict(other.state_dict())

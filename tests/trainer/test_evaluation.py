@@ -96,7 +96,7 @@ async def test_with_no_engine_left_an_evaluation_is_given_up_so_that_a_push_can_
             raise AssertionError
 
     evaluations = Evaluations(evaluator(Dead()), every=1, serving=lambda: 0)
-    evaluations.begin(4)
+    await evaluations.begin(4)
     await asyncio.wait_for(evaluations.ended(), timeout=10)
     assert "version 4 is given up" in caplog.text
     await asyncio.wait_for(evaluations.ended(), timeout=10)
@@ -124,3 +124,51 @@ def test_an_evaluation_without_any_reward_has_no_mean_instead_of_zero():
     metrics = evaluation_metrics([scored(None)], pass_reward=1.0)
     assert math.isnan(metrics["eval/reward_mean"])
     assert "eval/pass@1" not in metrics
+
+
+def test_the_data_sets_of_a_mixture_have_a_mean_each():
+    metrics = evaluation_metrics([scored(1.0), scored(0.0, None), scored(None)], 1.0, ["easy", "easy", "hard"])
+    assert metrics["eval/by_source/easy/reward_mean"] == 0.5
+    assert math.isnan(metrics["eval/by_source/hard/reward_mean"])
+    assert not any("by_source" in name for name in evaluation_metrics([scored(1.0)], 1.0, [""]))
+
+
+async def test_with_engines_of_its_own_pushes_to_the_others_do_not_wait_for_an_evaluation_and_each_is_of_one_version():
+    own, training = Engines(), Engines()
+    slow = asyncio.Event()
+    sent: list[tuple[int, int]] = []
+
+    class Slow(SingleTurn):
+        async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> Any:
+            if version == 0:
+                await slow.wait()
+            return await super().sample(prompt, rollouts, version)
+
+    async def send(version: int) -> None:
+        own.version = version
+        sent.append((version, training.version))
+
+    run, found = run_with(training, every=4, steps=6, send=send)
+    run.evaluations.evaluator = Evaluator(HELD_OUT, Slow(own, Rewards(), str, Watch()), 2, pass_reward=1.0)
+    running = asyncio.create_task(train(run))
+    for _ in range(10_000):
+        await asyncio.sleep(0)
+    assert len(run.learner.batches) == 4, "so many until the next evaluation is due"
+    assert training.version >= 3
+    assert (run.evaluations.going_on, found) == (0, {})
+    slow.set()
+    await asyncio.wait_for(running, timeout=60)
+    assert list(found) == [0, 4, 6]
+    assert sent == [(0, 0), (4, 4), (6, 6)], "each version is sent while the learner holds it"
+
+
+async def test_an_evaluation_of_its_own_engines_that_has_ended_is_reported_at_the_next_push():
+    own = Engines()
+
+    async def send(version: int) -> None:
+        own.version = version
+
+    run, found = run_with(Engines(), every=1, steps=3, send=send)
+    run.evaluations.evaluator = evaluator(own)
+    await asyncio.wait_for(train(run), timeout=60)
+    assert list(found) == [0, 1, 2, 3]

@@ -22,6 +22,7 @@ from tests.trainer.plain_loop import (
     response_logprobs,
     tiny_model,
 )
+from trainer.checkpoint_model import checkpoint_weights
 from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerConfig, OptimizerConfig
 from trainer.learner import Learner
 from trainer.learner_setup import LearnerSpec
@@ -107,8 +108,20 @@ NOT_FINITE: dict[str, dict[str, Any]] = {
 }
 
 
-def worker(rank: int, world: int, port: int, folder: Path) -> None:
-    """Run every scenario of this world size on one rank; rank 0 leaves what it saw in ``folder``."""
+CONTINUED: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 2": {"stage": 2},
+    "zero 3": {"stage": 3},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+"""The learners that save, and are loaded."""
+
+
+def worker(rank: int, world: int, port: int, folder: Path, others: Path) -> None:
+    """Run every scenario of this world size on one rank; rank 0 leaves what it saw in ``folder``.
+
+    ``others`` is where another number of ranks has left its checkpoints, if there was one before.
+    """
 
     def learner(**changes: Any) -> Learner:
         return Learner(spec(folder / "model", **changes), rank, world, "127.0.0.1", port)
@@ -124,8 +137,10 @@ def worker(rank: int, world: int, port: int, folder: Path) -> None:
         results[f"several: {name}"] = two_steps(learner, SEVERAL | changes, folder, rank)
     for name in (list(WITH_SEVERAL_UPDATES[world])[number] for number in (0, -1)):
         results[f"m2po: {name}"] = two_steps(learner, M2PO | WITH_SEVERAL_UPDATES[world][name], folder, rank)
-    for stage in (0, 2):
-        results[f"continued {stage}"] = continued(learner, stage, folder, rank)
+    for name, changes in CONTINUED.items():
+        results[f"continued: {name}"] = continued(learner, changes, folder / name, rank)
+        if others.is_dir():
+            results[f"from other ranks: {name}"] = loaded_and_trained(learner, changes, others / name, folder, rank)
     for name, changes in NOT_FINITE.items():
         results[f"not finite: {name}"] = not_finite(learner, changes, folder, rank)
     for stage in (0, 3):
@@ -168,20 +183,32 @@ def two_steps(learner: Any, changes: dict[str, Any], folder: Path, rank: int) ->
     return metrics, weights
 
 
-def continued(learner: Any, stage: int, folder: Path, rank: int) -> tuple[dict, dict]:
-    """Weights of two steps in one go, and with a save and a load in a new learner in between."""
-    one = learner(stage=stage)
+def continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[dict, ...]:
+    """Weights after a step, those that the checkpoint behind it holds, those after a second step, and those after one
+    in a new learner that has loaded the checkpoint."""
+    one = learner(**changes)
     one.train(batch(0), version=0)
-    one.save(folder / f"checkpoint{stage}")
+    one.save(folder / "checkpoint")
+    saved = exported(one, folder / "export", rank)
+    read = checkpoint_weights(folder / "checkpoint") if rank == 0 else {}
     one.train(batch(1), version=1)
     uninterrupted = exported(one, folder / "export", rank)
     one.close()
-    other = learner(stage=stage)
-    other.load(folder / f"checkpoint{stage}")
-    other.train(batch(1), version=1)
-    resumed = exported(other, folder / "export", rank)
-    other.close()
-    return uninterrupted, resumed
+    return saved, read, uninterrupted, loaded_and_trained(learner, changes, folder, folder, rank)[1]
+
+
+def loaded_and_trained(
+    learner: Any, changes: dict[str, Any], checkpoint: Path, folder: Path, rank: int
+) -> tuple[dict, dict, int]:
+    """Weights of a new learner that has loaded a checkpoint, those after another step, and the steps that it counts."""
+    one = learner(**changes)
+    one.load(checkpoint / "checkpoint")
+    loaded = exported(one, folder / "export", rank)
+    one.train(batch(1), version=1)
+    trained = exported(one, folder / "export", rank)
+    steps = one.steps_done
+    one.close()
+    return loaded, trained, steps
 
 
 def interrupted(
@@ -230,15 +257,22 @@ def drift(learner: Any, dtype: str, folder: Path, rank: int) -> dict[str, torch.
     return weights
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[int, Path]:
+    """Where the learners of each number of ranks work."""
+    return {world: tmp_path_factory.mktemp("learner") / "work" for world in (1, 2)}
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def results(request, tmp_path_factory) -> tuple[int, dict[str, Any]]:
+def results(request, folders) -> tuple[int, dict[str, Any]]:
     world = request.param
-    folder = tmp_path_factory.mktemp(f"learner{world}")
+    folder = folders[world]
+    folder.mkdir()
     tiny_model().save_pretrained(folder / "model")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = torch.multiprocessing.spawn(worker, (world, port, folder), nprocs=world, join=False)
+    context = torch.multiprocessing.spawn(worker, (world, port, folder, folders[3 - world]), nprocs=world, join=False)
     deadline = time.monotonic() + 500
     try:
         while not context.join(timeout=5):
@@ -289,13 +323,36 @@ def test_evaluated_log_probabilities_and_the_export_are_those_of_the_trained_wei
             assert values == pytest.approx(expected, abs=1e-5), name
 
 
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() >= wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_loaded_checkpoint_continues_exactly(results, stage):
-    uninterrupted, resumed = results[1][f"continued {stage}"]
-    assert uninterrupted.keys() == resumed.keys()
-    for name, weight in uninterrupted.items():
-        assert torch.equal(weight, resumed[name]), name
+@pytest.mark.parametrize("name", list(CONTINUED))
+def test_a_loaded_checkpoint_continues_exactly(results, name):
+    _, _, uninterrupted, resumed = results[1][f"continued: {name}"]
+    assert equal(resumed, uninterrupted)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", list(CONTINUED))
+def test_the_weights_of_a_checkpoint_are_read_without_a_learner_at_any_stage(results, name):
+    saved, read, _, _ = results[1][f"continued: {name}"]
+    assert equal({name: tensor.to(saved[name].dtype) for name, tensor in read.items() if name in saved}, saved)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", list(CONTINUED))
+def test_a_checkpoint_continues_on_another_number_of_ranks(results, folders, name):
+    world, seen = results
+    if f"from other ranks: {name}" not in seen:
+        pytest.skip("the first number of ranks finds no checkpoint of another")
+    written = torch.load(folders[3 - world] / "results.pt", weights_only=False)
+    saved, _, uninterrupted, _ = written[f"continued: {name}"]
+    loaded, trained, steps = seen[f"from other ranks: {name}"]
+    assert steps == 2
+    assert equal(loaded, saved)
+    assert distance(trained, uninterrupted, saved) < (0.05 if name == "bfloat16" else 1e-5)
 
 
 @pytest.mark.engine

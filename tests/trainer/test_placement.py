@@ -150,6 +150,15 @@ def test_more_gpus_than_there_are_is_a_configuration_error_that_adds_them_up():
     placement.check_resources(tiny_config(), {})
 
 
+def test_an_engine_for_evaluations_alone_is_one_more_to_place():
+    dedicated = {"evaluation.engine": "dedicated", "engine.tensor_parallel": 2}
+    placement.check_resources(tiny_config(dedicated, "gpu"), {"GPU": 3.0})
+    evaluated = tiny_config({**dedicated, "evaluation.every": 5}, "gpu")
+    placement.check_resources(evaluated, {"GPU": 5.0})
+    with pytest.raises(ConfigError, match=r"needs 5 GPUs .*`engine\.count` \+ 1 for `evaluation\.engine=dedicated`"):
+        placement.check_resources(evaluated, {"GPU": 4.0})
+
+
 @pytest.mark.parametrize(("hardware", "expected"), [("cpu", "gloo"), ("gpu", "nccl_delta")])
 def test_engines_that_get_deltas_have_a_transfer_engine_that_takes_them(hardware, expected):
     config = tiny_config({"weight_sync.delta": True}, hardware)

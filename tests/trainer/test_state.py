@@ -29,7 +29,7 @@ def write(run_dir, step: int, keep: int = 9, prompts=None, kept=KeptGroups(first
     temporary.mkdir(parents=True)
     position = (prompts or stream()).state_dict()
     state = RunState(step=step, model="auto", prompts=position, totals=TOTALS, next_group=kept.first_number)
-    commit(temporary, final, state, kept, keep)
+    commit(temporary, final, state, kept, CheckpointConfig(keep=keep))
     return final
 
 
@@ -195,6 +195,15 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other.model.path = "/models/other"
     with pytest.raises(ConfigError, match="/models/other"):
         load_state(write(tmp_path, 1), other, stream())
+
+
+def test_a_checkpoint_of_what_model_path_names_elsewhere_is_refused_with_both_models(tmp_path):
+    folder = write(tmp_path, 1)
+    state = json.loads((folder / STATE_FILE).read_text()) | {"model_source": "embedded SmolLM2"}
+    (folder / STATE_FILE).write_text(json.dumps(state))
+    load_state(folder, config(), stream(), "embedded SmolLM2")
+    with pytest.raises(ConfigError, match=r"of the embedded SmolLM2, and here `model\.path=auto` is the hub model;"):
+        load_state(folder, config(), stream(), "hub model")
 
 
 def test_a_checkpoint_past_the_planned_steps_is_refused(tmp_path):

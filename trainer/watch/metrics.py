@@ -95,6 +95,7 @@ def step_metrics(
         **reward_metrics(scored),
         **completion_metrics(scored),
         **group_metrics(groups),
+        **source_metrics(groups),
         **staleness_metrics([item.rollout for item in scored], version),
         **push_metrics(pushes),
         "throughput/generated_tokens_per_second": generated_tokens * rate,
@@ -168,6 +169,18 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "group/reward_std_mean": float(np.mean(deviations)),
         "group/zero_variance_fraction": sum(d == 0.0 for d in deviations) / len(groups),
     }
+
+
+def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """``by_source/<name>/*`` of each data set of a mixture; nothing where there is only one, which has no name."""
+    rewards: dict[str, list[float]] = {}
+    counts: Counter[str] = Counter()
+    for group in groups:
+        if name := group.prompt.source:
+            counts[name] += 1
+            rewards.setdefault(name, []).extend(item.reward for item in group.rollouts if item.reward is not None)
+    means = {f"by_source/{name}/reward_mean": float(np.mean(found)) for name, found in rewards.items() if found}
+    return means | {f"by_source/{name}/groups": float(count) for name, count in counts.items()}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from trainer.watch.metrics import (
     RunningTotals,
     push_metrics,
     reward_metrics,
+    source_metrics,
     staleness_metrics,
     step_metrics,
 )
@@ -36,6 +37,22 @@ def test_a_reward_function_named_like_a_statistic_does_not_replace_it(scored):
     metrics = reward_metrics([scored(1.0, mean=9.0)])
     assert metrics["reward/mean"] == 1.0
     assert metrics["reward/part_mean"] == 9.0
+
+
+def test_the_data_sets_of_a_mixture_are_told_apart_and_a_single_one_is_not(scored, group):
+    def of(source, *rewards):
+        found = group(*[scored(reward) for reward in rewards])
+        return replace(found, prompt=replace(found.prompt, source=source))
+
+    groups = [of("easy", 1.0, 0.0), of("hard", None, None), of("easy", 1.0, None)]
+    assert source_metrics(groups) == {
+        "by_source/easy/reward_mean": pytest.approx(2 / 3),
+        "by_source/easy/groups": 2.0,
+        "by_source/hard/groups": 1.0,
+    }
+    assert source_metrics([of("", 1.0)]) == {}
+    metrics = step_metrics(groups, version=0, seconds=1.0, generated_tokens=0)
+    assert catalogue.unknown(metrics) == []
 
 
 def test_staleness_splits_into_versions_passed_in_flight_and_in_the_queue(rollout):
