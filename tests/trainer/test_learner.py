@@ -376,16 +376,17 @@ def test_several_updates_a_batch_are_those_of_a_plain_loop_with_a_fixed_anchor_a
 
 @pytest.mark.engine
 def test_a_batch_that_comes_part_by_part_makes_the_update_of_the_whole_batch(results, start):
+    world, seen = results
     expected, norms = reference_update([batch(0), batch(1)])
-    first = results[1]["zero 0"][0][0]
+    first = seen[next(iter(SCENARIOS[world]))][0][0]
     for name in STREAMED:
-        metrics, weights = results[1][f"streamed: {name}"]
+        metrics, weights = seen[f"streamed: {name}"]
         assert distance(weights, expected, start) < 1e-5, name
         assert [m["policy/grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-5), name
         same = ("policy/loss", "policy/entropy", "mismatch/ess", "tokens/trained", "rollouts/without_signal")
         assert {k: metrics[0][k] for k in same} == pytest.approx({k: first[k] for k in same}, rel=1e-4), name
     for name in STREAMED_AGAINST_WHOLE:
-        (metrics, weights), (other_metrics, other) = results[1][f"streamed: {name}"]
+        (metrics, weights), (other_metrics, other) = seen[f"streamed: {name}"]
         assert distance(weights, other, start) < (0.05 if name == "bfloat16" else 1e-5), name
         for key in ("policy/loss", "policy/grad_norm"):
             tolerance = 0.02 if name == "bfloat16" else 1e-4
