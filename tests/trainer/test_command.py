@@ -281,11 +281,14 @@ def rows_of(*files: Path) -> dict[str, dict]:
     return by_id
 
 
+BEGINNING_EARLY = ["batch.streaming=true", "staleness.adapt_running_groups=true"]
+
+
 def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it_token_for_token(tmp_path):
     def interrupt(process: subprocess.Popen) -> None:
         process.send_signal(signal.SIGINT)
 
-    code, output = act_after(r"step +2/", interrupt, tmp_path, *LONG_ROLLOUTS)
+    code, output = act_after(r"step +2/", interrupt, tmp_path, *LONG_ROLLOUTS, *BEGINNING_EARLY)
     assert code == 130, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -298,14 +301,16 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it_token
     steps = summary["policy_version"] + 2
     done = subprocess.run(
         command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled",
-                *LONG_ROLLOUTS),
+                *LONG_ROLLOUTS, *BEGINNING_EARLY),
         capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", steps, steps)
-    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == list(range(1, steps + 1))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert sum(line["tokens/streamed"] for line in lines) > 0
+    assert all(line["engines/max_running_groups"] >= 1 and "engines/kv_cache_usage" in line for line in lines)
     trained = rows_of(*(tmp_path / "rollouts").glob("step_*.jsonl"))
     for name, row in kept.items():
         count = len(row["response_token_ids"])
