@@ -30,6 +30,7 @@ from benchmarks.report import machine, table, write_json
 from generator import virtual_time
 from generator.link import Returned
 from generator.pool import EnginePool
+from generator.pressure import Pressure
 from generator.resume import Sampling
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout, Segment
 from generator.simulated_stream import SimulatedSettings, whole_stream
@@ -151,6 +152,9 @@ class LightEngine:
     async def partial_rollouts(self) -> list[Rollout]:
         return []
 
+    async def pressure(self) -> Pressure:
+        return Pressure()
+
     async def start(self) -> None: ...
 
     async def check_health(self) -> None: ...
@@ -249,7 +253,7 @@ async def measure_loop(in_flight: int, rollouts: int) -> float:
             episodes=SingleTurn(pool, nothing, lambda ids: "", nothing),
             learner=nothing,
             pusher=pusher,
-            admission=Admission(BATCH_PROMPTS, versions, groups),
+            admission=Admission(BATCH_PROMPTS, versions, groups, "mask_tokens"),
             watch=nothing,
         )
         finishing = asyncio.create_task(engines.finish_some())

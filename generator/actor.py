@@ -12,6 +12,7 @@ import ray
 from generator.engine import Engine
 from generator.launch import EngineSettings
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned, root_cause
+from generator.pressure import Pressure
 from generator.resume import Sampling
 from generator.rollout import Rollout
 
@@ -99,6 +100,10 @@ class RayEngine:
     async def partial_rollouts(self) -> list[Rollout]:
         rollouts: list[Rollout] = await self._call("partial_rollouts", self._step_timeout)
         return rollouts
+
+    async def pressure(self) -> Pressure:
+        pressure: Pressure = await self._call("pressure", self._step_timeout)
+        return pressure
 
     async def shutdown(self) -> None:
         """End the engine within ``SHUTDOWN_SECONDS``; if it has not ended by then it is killed."""

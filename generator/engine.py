@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from generator.launch import EngineSettings, build_llm, sampling_params
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
 from generator.orphan import announce_parent
+from generator.pressure import Pressure, PressureGauge
 from generator.prestart import prestart_core
 from generator.prompt_logprobs import prompt_logprobs
 from generator.receiver import WeightReceiver
@@ -92,6 +93,7 @@ class Engine(WeightReceiver):
         self._ids = itertools.count()
         self._generated = 0
         self._decode: Decode | None = None
+        self._gauge = PressureGauge()
 
     # -- lifetime ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Engine(WeightReceiver):
         """
         if self.settings.sampling.stop:
             self._decode = await asyncio.to_thread(load_decode, self.settings.model_path, self.settings.sampling.stop)
-        self._llm = await asyncio.to_thread(build_llm, self.settings)
+        self._llm = await asyncio.to_thread(build_llm, self.settings, self._gauge if self.settings.pressure else None)
         if self.settings.loaded_version is not None:
             await self.llm.update_weight_version(str(self.settings.loaded_version))
 
@@ -411,3 +413,7 @@ class Engine(WeightReceiver):
             "in_flight": float(in_flight),
             "submitted": float(len(self._requests)),
         }
+
+    async def pressure(self) -> Pressure:
+        """How full the KV cache was since the last call, and what was preempted; nothing unless that is counted."""
+        return self._gauge.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from generator.pressure import PressureGauge
 from generator.prestart import quick_imports, use_prestarted_core
 from generator.resume import Sampling, Submission
 
@@ -51,6 +52,8 @@ class EngineSettings:
     loaded_version: int | None = None
     """The version of the weights in the model folder, which the engine then loads; ``None``: it starts with random
     ones, and a push brings the first."""
+    pressure: bool = False
+    """Whether vLLM counts how full its KV cache is and what it preempts, see ``generator.pressure``."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables set before vLLM is imported, for example the cores of a CPU engine."""
 
@@ -84,8 +87,8 @@ def sampling_params(sampling: Sampling, submission: Submission) -> Any:
     )
 
 
-def build_llm(settings: EngineSettings) -> AsyncLLM:
-    """Start vLLM. Blocks for seconds to minutes."""
+def build_llm(settings: EngineSettings, gauge: PressureGauge | None = None) -> AsyncLLM:
+    """Start vLLM. Blocks for seconds to minutes. Where there is a ``gauge``, vLLM reports every iteration to it."""
     with quick_imports():
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -119,4 +122,5 @@ def build_llm(settings: EngineSettings) -> AsyncLLM:
         "distributed_executor_backend": settings.executor,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    gauges: Any = None if gauge is None else [lambda config, number: gauge]
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=gauges)

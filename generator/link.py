@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from generator.pressure import Pressure
 from generator.resume import Sampling
 from generator.rollout import Rollout
 
@@ -111,6 +112,10 @@ class EngineLink(Protocol):
 
     async def partial_rollouts(self) -> list[Rollout]:
         """Every rollout of the calls in flight with the tokens known so far, those that are finished included."""
+        ...
+
+    async def pressure(self) -> Pressure:
+        """How full its KV cache was since the last call, and how many requests it preempted."""
         ...
 
     async def shutdown(self) -> None:

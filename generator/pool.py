@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from generator.link import EngineError, EngineLink, EngineLostError, Returned
+from generator.pressure import Pressure, together
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.roster import ABLE, PoolSettings, Roster, Slot, State, all_of
@@ -235,6 +236,21 @@ class EnginePool:
     def serving(self) -> int:
         """How many engines serve."""
         return len(self._roster.within(State.SERVING))
+
+    async def pressure(self) -> Pressure:
+        """The fullest KV cache and all preemptions since the last call, those in :attr:`counts` too.
+
+        An engine that does not answer is left out: the health watch finds out why.
+        """
+        answers = await asyncio.gather(
+            *(slot.link.pressure() for slot in self._roster.within(State.SERVING)), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
+                raise answer
+        pressure = together(answer for answer in answers if isinstance(answer, Pressure))
+        self.counts["engines/preemptions"] += pressure.preemptions
+        return pressure
 
     async def partial_rollouts(self, limit: float = 30.0) -> list[Rollout]:
         """Every rollout in flight with its tokens so far, finished members of unfinished groups included.

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from generator.link import EngineError, EngineLostError, KvCache, PushMode, Returned
+from generator.pressure import Pressure
 from generator.resume import Finished, Sampling, next_submission
 from generator.rollout import Rollout, Segment
-from generator.simulated_stream import SimulatedSettings, sequence_logprobs, whole_stream
+from generator.simulated_stream import SimulatedSettings, fails_after, sequence_logprobs, whole_stream
 
 if TYPE_CHECKING:
     from weight_sync.manifest import Manifest
@@ -198,6 +199,8 @@ class SimulatedEngine:
     def _submit(self, work: _Work) -> None:
         """Hand in what is next for the rollout, if the gate is open; or it is finished."""
         decision = next_submission(work.call.sampling, work.rollout)
+        if len(work.rollout.response_token_ids) == fails_after(self.settings, work.call.sampling, work.rollout.id):
+            decision = Finished("failed")
         if isinstance(decision, Finished):
             work.rollout = replace(work.rollout, finish_reason=decision.reason)
             work.call.unfinished -= 1
@@ -430,3 +433,16 @@ class SimulatedEngine:
         }
         await self._travel("stats")
         return {name: float(count) for name, count in counts.items()}
+
+    async def pressure(self) -> Pressure:
+        await self._arrive("pressure")
+        used, preempted = 0, 0
+        for work in sorted(self._running, key=lambda work: work.started or 0.0):
+            self._tag(work)
+            tokens = len(work.rollout.prompt_token_ids) + len(work.rollout.response_token_ids) + len(work.versions)
+            preempted += 0 < self.settings.kv_tokens < used + tokens
+            used += tokens
+        await self._travel("pressure")
+        if not self.settings.kv_tokens:
+            return Pressure()
+        return Pressure(min(1.0, used / self.settings.kv_tokens), preempted)

@@ -29,6 +29,15 @@ class SimulatedSettings:
     """What an engine holds when it has started."""
     answer_timeout: float = 30.0
     """After so long without an answer a call fails; ``generate`` has no deadline."""
+    tail: float | None = None
+    """Exponent of a Pareto distribution of response lengths, the smaller the heavier; ``None``: stop tokens decide."""
+    shortest: int = 1
+    """Tokens of the shortest response of that distribution."""
+    kv_tokens: int = 0
+    """Tokens that the KV cache holds; 0: any number. Requests beyond are counted as preempted, and go on."""
+    failing: float = 0.0
+    """Share of the rollouts that fail somewhere on their way, as those do that get no token any more. Where stop tokens
+    decide about the length, anywhere in the budget; what has ended before does not fail."""
 
 
 def stream_token(settings: SimulatedSettings, rollout_id: str, position: int) -> tuple[int, float]:
@@ -38,20 +47,49 @@ def stream_token(settings: SimulatedSettings, rollout_id: str, position: int) ->
     return (number >> 16) % settings.vocabulary, -(1 + number % 65536) / 8192
 
 
-def whole_stream(settings: SimulatedSettings, sampling: Sampling, rollout: Rollout) -> list[tuple[int, float]]:
-    """What is still to be sampled of ``rollout`` until it is finished. Stop tokens are passed over before the minimum.
+def response_length(settings: SimulatedSettings, sampling: Sampling, rollout_id: str) -> int | None:
+    """Tokens of a response whose length is drawn from the heavy tail; ``None`` where stop tokens decide."""
+    if settings.tail is None:
+        return None
+    length = settings.shortest * (1.0 - _uniform(settings, f"{rollout_id}/length")) ** (-1.0 / settings.tail)
+    return min(sampling.max_tokens, max(sampling.min_tokens + 1, int(length)))
 
-    Raises ``ValueError`` when the prompt fills the context.
+
+def fails_after(settings: SimulatedSettings, sampling: Sampling, rollout_id: str) -> int | None:
+    """After how many tokens the rollout fails; ``None`` if it does not."""
+    if not settings.failing or (chance := _uniform(settings, f"{rollout_id}/fails")) >= settings.failing:
+        return None
+    length = response_length(settings, sampling, rollout_id) or sampling.max_tokens
+    return int(length * chance / settings.failing)  # anywhere before its end, all places alike
+
+
+def _uniform(settings: SimulatedSettings, name: str) -> float:
+    """In [0, 1), a function of seed and name."""
+    digest = hashlib.blake2b(f"{settings.seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def whole_stream(settings: SimulatedSettings, sampling: Sampling, rollout: Rollout) -> list[tuple[int, float]]:
+    """What is still to be sampled of ``rollout`` until it is finished, or fails.
+
+    Stop tokens are passed over before the minimum, and before the end of a response whose length is drawn. Raises
+    ``ValueError`` when the prompt fills the context.
     """
     decision = next_submission(sampling, rollout)
     if isinstance(decision, Finished):
         return []
     done = len(rollout.response_token_ids)
+    length = response_length(settings, sampling, rollout.id)
+    fails = fails_after(settings, sampling, rollout.id)
     tokens: list[tuple[int, float]] = []
     for position in range(done, done + decision.max_tokens):
+        if position == fails:
+            break
         token, logprob = stream_token(settings, rollout.id, position)
+        if length is not None and position + 1 == length < sampling.max_tokens and sampling.stop_token_ids:
+            return [*tokens, (min(sampling.stop_token_ids), logprob)]
         if token in sampling.stop_token_ids:
-            if position >= sampling.min_tokens:
+            if position >= sampling.min_tokens and length is None:
                 return [*tokens, (token, logprob)]
             while token in sampling.stop_token_ids:
                 token = (token + 1) % settings.vocabulary

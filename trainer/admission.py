@@ -1,7 +1,7 @@
 """Staleness and concurrency: one object decides what may start and what may be learned from.
 
 Pure: no clock, no tasks, no framework. The producing and the consuming side ask the same object, so they cannot
-disagree.
+disagree. The rules with a picture: ``docs/staleness.md``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from generator.rollout import Group, Rollout, ScoredRollout
 
 @dataclass(slots=True)
 class Admission:
-    """Counts places, in prompt groups.
+    """Counts places, in prompt groups, and knows how old what is learned from may be.
 
-    Group number ``n`` (counting from 0, dropped groups left out) is learned from in batch ``n // batch_prompts``, at
-    learner version ``n // batch_prompts``. Admitted at version ``v`` it will be at most ``max_versions`` old if
+    *Admit.* Group number ``n`` (counting from 0, dropped groups left out) is learned from in batch
+    ``n // batch_prompts``, at that learner version. Admitted at version ``v`` it will be at most ``max_versions`` old
+    if
 
         n // batch_prompts <= v + max_versions
 
@@ -24,14 +25,23 @@ class Admission:
 
         (version + max_versions + 1) * batch_prompts
 
-    With ``max_versions = 0`` exactly one batch is admitted per version: on-policy. Groups that finish late can still
-    grow too old in the buffer; :func:`expire` deals with their tokens at consumption, so the bound is strict.
+    With ``max_versions = 0`` exactly one batch is admitted per version: on-policy.
+
+    *Select.* Of what has finished, the group with the oldest token is learned from first
+    (:class:`trainer.groups.Buffer`).
+
+    *Expire.* The formula holds as long as groups finish in about the order in which they were admitted; a slow one may
+    still be too old when it is taken. So the bound is applied once more, to each token and at the version of the step
+    that takes it, the time in the queue included: :meth:`within_bound`. That makes it strict.
     """
 
     batch_prompts: int
     max_versions: int
+    """What the learner's version may exceed that of the oldest token by."""
     max_running: int
     """Groups that may be sampled or scored at a time."""
+    on_expired: str
+    """What happens to a token past the bound: ``mask_tokens``, ``drop_rollout`` or ``drop_group``."""
     total_groups: int | None = None
     """Groups the run will learn from in all: nothing is sampled for a step that never comes. ``None``: endless."""
     version: int = 0
@@ -62,6 +72,10 @@ class Admission:
         """
         self.version, self.running, self.buffered = version, 0, buffered
         self.consumed = version * self.batch_prompts
+
+    def within_bound(self, group: Group) -> Expired:
+        """What may be learned from of a group that is taken from the buffer now, for the step at this version."""
+        return expire(group, self.version, self.max_versions, self.on_expired)
 
     def finished(self) -> None:
         """A running group waits in the buffer now."""
@@ -97,10 +111,13 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """What :func:`expire` left of a group, and how many sampled tokens were too old to be learned from."""
+    """What :func:`expire` left of a group."""
 
     group: Group | None
     tokens: int
+    """Sampled tokens that were too old to be learned from, or left with one that was."""
+    rollouts: int
+    """Rollouts that lost every token that the loss would have seen."""
 
 
 def expire(group: Group, version: int, max_versions: int, on_expired: str) -> Expired:
@@ -113,9 +130,10 @@ def expire(group: Group, version: int, max_versions: int, on_expired: str) -> Ex
     oldest_allowed = version - max_versions
     old = [_old_tokens(scored.rollout, oldest_allowed) for scored in group.rollouts]
     if not any(old):
-        return Expired(group, 0)
+        return Expired(group, 0, 0)
+    before = sum(any(scored.rollout.loss_mask) for scored in group.rollouts)
     if on_expired == "drop_group":
-        return Expired(None, sum(scored.rollout.sampled_tokens for scored in group.rollouts))
+        return Expired(None, sum(scored.rollout.sampled_tokens for scored in group.rollouts), before)
     rollouts: list[ScoredRollout] = []
     tokens = 0
     for scored, count in zip(group.rollouts, old, strict=True):
@@ -125,9 +143,8 @@ def expire(group: Group, version: int, max_versions: int, on_expired: str) -> Ex
         mask = (False,) * masked + scored.rollout.loss_mask[masked:]
         # A dropped rollout keeps its reward: it is still a sample of its group's mean.
         rollouts.append(replace(scored, rollout=replace(scored.rollout, loss_mask=mask)))
-    if not any(any(scored.rollout.loss_mask) for scored in rollouts):
-        return Expired(None, tokens)
-    return Expired(replace(group, rollouts=tuple(rollouts)), tokens)
+    left = sum(any(scored.rollout.loss_mask) for scored in rollouts)
+    return Expired(replace(group, rollouts=tuple(rollouts)) if left else None, tokens, before - left)
 
 
 def _old_tokens(rollout: Rollout, oldest_allowed: int) -> int:

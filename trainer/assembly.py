@@ -258,6 +258,7 @@ def _parts(
             batch_prompts=config.batch.prompts,
             max_versions=config.staleness.max_versions,
             max_running=config.staleness.max_running_groups or engine_room(config),
+            on_expired=config.staleness.on_expired,
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,

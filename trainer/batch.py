@@ -37,13 +37,18 @@ class Batch:
 
 
 def make_batch(
-    groups: Sequence[Group], algorithm: AlgorithmConfig, max_tokens: int, kl_penalties: Sequence[float] | None = None
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    max_tokens: int,
+    kl_penalties: Sequence[float] | None = None,
+    first: int = 0,
 ) -> Batch:
     """Filter, compute the advantages (``algorithm.advantage``) and flatten the groups.
 
     A rollout without a reward has advantage 0 and leaves the loss entirely: it counts in no denominator. So does what
     ``algorithm.filter`` takes out. ``max_tokens`` is the response budget of a rollout. ``kl_penalties``, one number a
-    rollout, are subtracted from the rewards before anything else looks at them.
+    rollout, are subtracted from the rewards before anything else looks at them. ``first`` is the number of the first
+    group in the batch, of which these groups may be a part.
     """
     filters = algorithm.filter
     everyone = [rollout for group in groups for rollout in group.rollouts]
@@ -76,15 +81,18 @@ def make_batch(
     groups = [replace(g, rollouts=tuple(r if next(flags) else _masked(r) for r in g.rollouts)) for g in groups]
     advantages = iter(flat)
     by_group = tuple(tuple(next(advantages) for _ in group.rollouts) for group in groups)
-    return Batch(tuple(groups), by_group, train_rollouts(groups, by_group), counts)
+    return Batch(tuple(groups), by_group, train_rollouts(groups, by_group, first), counts)
 
 
 def train_rollouts(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]] | None = None, first: int = 0
 ) -> tuple[TrainRollout, ...]:
-    """The rollouts of all groups as the learner sees them. ``advantages`` has the shape of the groups; none: all 0."""
+    """The rollouts of all groups as the learner sees them, groups numbered from ``first``.
+
+    ``advantages`` has the shape of the groups; none: all 0.
+    """
     return tuple(
-        _row(n, rollout, 0.0 if advantages is None else advantages[n][member])
+        _row(first + n, rollout, 0.0 if advantages is None else advantages[n][member])
         for n, group in enumerate(groups)
         for member, rollout in enumerate(group.rollouts)
     )

@@ -55,6 +55,15 @@ class BatchPlan:
     skipped_rollouts: int
     """Rollouts left out of the forward pass because their loss contribution is exactly zero."""
 
+    def __add__(self, other: BatchPlan) -> BatchPlan:
+        """This plan and then another part of the batch."""
+        return BatchPlan(
+            tuple(mine + theirs for mine, theirs in zip(self.micro_batches, other.micro_batches, strict=True)),
+            self.packing,
+            self.denominators + other.denominators,
+            self.skipped_rollouts + other.skipped_rollouts,
+        )
+
     @property
     def fed_tokens(self) -> int:
         """Tokens of the forward pass over all ranks, padding not counted."""

@@ -52,6 +52,7 @@ def check(config: Config) -> None:
     if found := combinations.problem(config.algorithm, config.sampling, config.learner):
         raise ConfigError(found)
     _check_parallelism(config)
+    _check_streaming(config)
     _check_evaluation(config)
     _check_conditions(config)
     _check_best(config)
@@ -109,6 +110,15 @@ def _check_evaluation(config: Config) -> None:
         raise ConfigError(
             f"`engine.max_model_len={config.engine.max_model_len}` leaves no room for a prompt beside "
             f"`evaluation.max_tokens={tokens}`"
+        )
+
+
+def _check_streaming(config: Config) -> None:
+    if config.batch.streaming and (reason := combinations.whole_batch_needed(config.algorithm, config.learner)):
+        possible = ", ".join(combinations.PART_BY_PART)
+        raise ConfigError(
+            f"`batch.streaming=true` lets the learner begin before the batch is full, and {reason}; leave it off, or "
+            f"use one update a batch with `algorithm.advantage` {possible} and without what looks at the whole batch"
         )
 
 

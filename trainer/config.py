@@ -34,6 +34,7 @@ class DataConfig:
 @dataclass
 class BatchConfig:
     prompts: int = 8  # prompt groups in a training batch; one batch is one step, and one policy version
+    streaming: bool = False  # the learner begins with groups while the batch fills; the update is the same
 
 
 @dataclass
@@ -59,6 +60,7 @@ class StalenessConfig:
     max_versions: int = 1  # learner version at consumption minus version of the oldest token; 0 is on-policy
     on_expired: str = "mask_tokens"  # mask_tokens, drop_rollout, drop_group: what happens to tokens past the bound
     max_running_groups: int = 0  # concurrency bound besides staleness; 0: what the engines have room for
+    adapt_running_groups: bool = False  # lower that bound while engines preempt requests, and raise it again
 
 
 @dataclass

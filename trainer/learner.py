@@ -66,6 +66,11 @@ class Learner:
         self._interrupt = Interrupt(world_size, self._device)
         self._algorithm = _algorithm(spec)
         self._steps_done = 0
+        self._fed: list[TrainRollout] = []
+        """Of the batch that is being filled: the rollouts whose gradients are there already."""
+        self._fed_seen: list[TrainRollout] = []
+        """The same with what the loss needs."""
+        self._fed_seconds = 0.0
         wants_entropy_gradient = spec.algorithm.entropy_bonus != 0
         model = load_model(spec, spec.model_path)
         policy = PolicyModel(model, spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
@@ -100,14 +105,32 @@ class Learner:
         """The DeepSpeed engine; its module keeps the language model in attribute ``model``."""
         return self._engine
 
+    def accumulate(self, rollouts: Sequence[TrainRollout], version: int) -> None:
+        """Begin with the first rollouts of a batch, whole prompt groups, while the others are still being sampled.
+
+        The gradients wait for :meth:`train`, which is called with the rest of the batch at the same ``version``; the
+        step is that on the whole batch. Only for what ``trainer.algorithm.combinations.whole_batch_needed`` lets pass.
+        When interrupted, raises ``InterruptedError``: no step was taken.
+        """
+        started = time.perf_counter()
+        try:
+            seen = self._before_updates(rollouts)
+            self._updater.accumulate(self._plan(seen), version)
+        except InterruptedError:
+            raise self._given_up([]) from None
+        self._fed += rollouts
+        self._fed_seen += seen
+        self._fed_seconds += time.perf_counter() - started
+
     def train(self, rollouts: Sequence[TrainRollout], version: int) -> StepResult:
         """One step: ``learner.epochs`` times ``learner.minibatches`` updates on a batch; its metrics, on every rank.
 
-        ``version`` is the learner's policy version before the step. Rollouts whose loss contribution is exactly zero
-        are not fed: they count in the denominators and in ``tokens/trained``, but not in ``mismatch/*`` and
-        ``policy/entropy``. An update whose loss or gradient is not finite is skipped, on every rank, and named in the
-        result; the others are made. When interrupted, raises ``InterruptedError``: before the first update the
-        weights are as before and the step does not count, after it they are those of the updates made, and it does.
+        The batch is ``rollouts`` and what was given to :meth:`accumulate` since the last step. ``version`` is the
+        learner's policy version before the step. Rollouts whose loss contribution is exactly zero are not fed: they
+        count in the denominators and in ``tokens/trained``, but not in ``mismatch/*`` and ``policy/entropy``. An update
+        whose loss or gradient is not finite is skipped, on every rank, and named in the result; the others are made.
+        When interrupted, raises ``InterruptedError``: before the first update the weights are as before and the step
+        does not count, after it they are those of the updates made, and it does.
         """
         started = time.perf_counter()
         learning_rate = learning_rate_at(self._steps_done, self.spec.steps, self.spec.optimizer)
@@ -124,7 +147,11 @@ class Learner:
         except InterruptedError:
             raise self._given_up(updates) from None
         self._steps_done += 1
-        return step_result(rollouts, seen, updates, settings.epochs, learning_rate, started, prepared)
+        batch, batch_seen, earlier = [*self._fed, *rollouts], [*self._fed_seen, *seen], self._fed_seconds
+        self._fed, self._fed_seen, self._fed_seconds = [], [], 0.0
+        return step_result(
+            batch, batch_seen, updates, settings.epochs, learning_rate, started - earlier, prepared - earlier
+        )
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """For each token sequence, the log-probability of every token but the first; the same on every rank."""

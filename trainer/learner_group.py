@@ -54,6 +54,9 @@ class LearnerActor:
     def train(self, rollouts: Sequence[TrainRollout], version: int) -> StepResult:
         return self._learner.train(rollouts, version)
 
+    def accumulate(self, rollouts: Sequence[TrainRollout], version: int) -> None:
+        self._learner.accumulate(rollouts, version)
+
     def kl_penalties(self, rollouts: Sequence[TrainRollout]) -> list[float]:
         return self._learner.kl_penalties(rollouts)
 
@@ -158,6 +161,10 @@ class LearnerGroup:
     async def train(self, rollouts: Sequence[TrainRollout], version: int) -> StepResult:
         """One step on a batch, see :meth:`trainer.learner.Learner.train`. The batch is stored once."""
         return (await self._call("train", ray.put(tuple(rollouts)), version))[0]
+
+    async def accumulate(self, rollouts: Sequence[TrainRollout], version: int) -> None:
+        """Begin with a part of the next batch, see :meth:`trainer.learner.Learner.accumulate`."""
+        await self._call("accumulate", ray.put(tuple(rollouts)), version)
 
     async def kl_penalties(self, rollouts: Sequence[TrainRollout]) -> list[float]:
         """What ``algorithm.kl`` subtracts from the reward of each rollout."""

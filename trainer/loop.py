@@ -2,8 +2,8 @@
 
 ``produce`` keeps the engines busy: it admits prompts as long as they will not be too old when they are learned from,
 samples a group of rollouts for each, scores it and puts it into the buffer. ``learn`` takes a batch of groups from the
-buffer, makes one step on it (one optimizer update, or several) and pushes the new weights into the engines, in the
-middle of whatever they are generating. Neither waits for the other beyond the staleness bound; with
+buffer (:mod:`trainer.filling`), makes one step on it (one optimizer update, or several) and pushes the new weights into
+the engines, in the middle of whatever they are generating. Neither waits for the other beyond the staleness bound; with
 ``staleness.max_versions=0`` the same code is ordinary on-policy training.
 
 What was left out of GRPO, unless ``algorithm.kl`` and ``learner.epochs`` ask for it: the KL penalty with its reference
@@ -22,15 +22,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from generator.rollout import Group
-from trainer.admission import Admission, expire
-from trainer.algorithm.filters import keep_group
-from trainer.batch import Batch, make_batch, train_rollouts
+from trainer.admission import Admission
+from trainer.batch import Batch
+from trainer.concurrency import adapt_concurrency
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
 from trainer.evaluation import Evaluations
+from trainer.filling import fill_batch
 from trainer.groups import Groups, StartedGroup
 from trainer.state import try_checkpoint
+from trainer.watch.fairness import fairness_metrics
 from trainer.watch.metrics import push_record
 from trainer.watchdog import watch_for_stalls
 from weight_sync.push import Pusher
@@ -86,6 +88,8 @@ class Parts:
     reporting: threading.Lock = field(default_factory=threading.Lock)
     """Held while a step is shown and written."""
     unscored_in_a_row: int = 0
+    kv_cache_usage: float = 0.0
+    """Of the fullest engine since the last step, where it is looked at."""
     reported: Counter[str] = field(default_factory=Counter)
     """The engine pool's counts at the last step."""
 
@@ -99,9 +103,10 @@ async def train(parts: Parts) -> None:
     async with parts.weights:
         await push(parts, version=parts.steps_done)
         await parts.evaluations.begin(parts.steps_done)
+    helpers = (produce, equip_engines, adapt_concurrency, watch_for_stalls)
     try:
         async with asyncio.TaskGroup() as tasks:
-            helping = [tasks.create_task(work(parts)) for work in (produce, equip_engines, watch_for_stalls)]
+            helping = [tasks.create_task(work(parts)) for work in helpers]
             await learn(parts)
             for task in helping:
                 task.cancel()
@@ -166,19 +171,18 @@ async def learn(parts: Parts) -> None:
     """
     while parts.steps_done < parts.config.steps:
         started = time.monotonic()
-        with parts.watch.trace.span("learner", "wait for rollouts"):
-            groups, replaced = await next_groups(parts)
-        waited = time.monotonic() - started
-        parts.in_training = batch = await batch_of(parts, groups)
+        filled = await fill_batch(parts)
+        parts.in_training = batch = filled.batch
 
         version = parts.admission.version
         async with parts.weights:
             with parts.watch.trace.span("learner", f"step {parts.steps_done + 1}"):
-                result = await parts.learner.train(batch.rollouts, version)
+                result = await parts.learner.train(filled.rest, version)
             step_done(parts)
-            seconds = time.monotonic() - started - waited
-            timing = {"idle/learner_seconds": waited, "timing/train_seconds": seconds}
-            metrics = result.metrics | timing | {"filter/replaced_groups": float(replaced)}
+            seconds = time.monotonic() - started - filled.waited
+            timing = {"idle/learner_seconds": filled.waited, "timing/train_seconds": seconds}
+            fairness = fairness_metrics(batch.groups, filled.dropped)
+            metrics = result.metrics | timing | filled.metrics | fairness
             await push(parts, version + 1)
 
         await asyncio.to_thread(report_step, parts, metrics, result.skipped)
@@ -233,49 +237,15 @@ def engine_counts(parts: Parts) -> dict[str, float]:
     since, parts.reported = now - parts.reported, now
     for name, count in since.items():
         parts.watch.count(name, count)
-    return {**dict.fromkeys(now, 0.0), **since, "engines/serving": float(parts.engines.serving)}
-
-
-async def next_groups(parts: Parts) -> tuple[list[Group], int]:
-    """Take groups, oldest first, until a batch is full. Tokens past the staleness bound leave the loss here.
-
-    With dynamic sampling (``algorithm.filter.refill``) a group whose rewards are all equal is passed over, and another
-    one sampled; how often that happened is returned too.
-    """
-    config = parts.config
-    may_replace = config.algorithm.filter.refill * config.batch.prompts
-    groups: list[Group] = []
-    replaced = 0
-    while len(groups) < config.batch.prompts:
-        group = await parts.groups.take()
-        kept = expire(group, parts.admission.version, config.staleness.max_versions, config.staleness.on_expired)
-        if kept.group is None:
-            passed_over(parts, group, kept.tokens)
-            parts.prompts.give_back(group.prompt)
-        elif replaced < may_replace and not keep_group([scored.reward for scored in group.rollouts]):
-            passed_over(parts, group, sum(scored.rollout.sampled_tokens for scored in group.rollouts))
-            parts.prompts.done(group.prompt)
-            replaced += 1
-        else:
-            groups.append(kept.group)
-    parts.admission.learned(len(groups))
-    return groups, replaced
-
-
-def passed_over(parts: Parts, group: Group, tokens: int) -> None:
-    """A group just taken from the buffer will not be learned from: its place is free, ``tokens`` are accounted for."""
-    parts.watch.count("tokens/expired", tokens)
-    parts.groups.expired(group)
-    parts.admission.filtered()
-    parts.place_freed.set()
-
-
-async def batch_of(parts: Parts, groups: list[Group]) -> Batch:
-    """Advantages, from rewards less what leaving the reference model costs where the KL penalty enters the reward."""
-    algorithm, penalties = parts.config.algorithm, None
-    if algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward":
-        penalties = await parts.learner.kl_penalties(train_rollouts(groups))
-    return make_batch(groups, algorithm, parts.config.sampling.max_tokens, penalties)
+    usage, parts.kv_cache_usage = parts.kv_cache_usage, 0.0
+    looked_at = {"engines/kv_cache_usage": usage} if parts.config.staleness.adapt_running_groups else {}
+    return {
+        **dict.fromkeys(now, 0.0),
+        **since,
+        **looked_at,
+        "engines/serving": float(parts.engines.serving),
+        "engines/max_running_groups": float(parts.admission.max_running),
+    }
 
 
 async def push(parts: Parts, version: int) -> None:

@@ -114,6 +114,7 @@ def engine_settings(
     on_cpu = device_kind(config) == "cpu"
     return EngineSettings(
         name=f"engine {number}",
+        pressure=config.staleness.adapt_running_groups,
         model_path=model.path,
         dtype=model.dtype,
         sampling=make_sampling(config, model, max_model_len),

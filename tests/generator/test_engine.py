@@ -42,7 +42,7 @@ async def engine(models, tmp_path_factory):
     tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, max_model_len=450)
-    engine = Engine(engine_settings(folder, sampling, running=MAX_RUNNING))
+    engine = Engine(engine_settings(folder, sampling, running=MAX_RUNNING, pressure=True))
     await engine.start()
     yield engine
     await engine.shutdown()
@@ -208,6 +208,16 @@ async def test_two_pushes_in_quick_succession_lose_no_token(engine, learner, pus
     for rollout in finished:
         assert len(rollout.response_token_ids) == MAX_TOKENS
         assert rollout.resumes == 2
+
+
+async def test_an_engine_says_how_full_its_kv_cache_was_since_the_last_question(engine, learner, pusher, models):
+    await push(pusher, learner, models["A"])
+    await engine.pressure()
+    await engine.generate(prompts(MAX_RUNNING), sampling(engine, max_tokens=40))
+    busy = await engine.pressure()
+    assert 0.0 < busy.kv_cache_usage < 1.0
+    assert busy.preemptions == 0  # there is room for all of them
+    assert (await engine.pressure()).kv_cache_usage < busy.kv_cache_usage
 
 
 async def test_a_paused_engine_holds_new_rollouts_and_serves_them_after_the_resume(engine, pusher):

@@ -337,6 +337,18 @@ def test_an_engine_that_joins_serves_only_after_a_push():
     run(test, equipping=False)
 
 
+def test_the_pool_is_as_full_as_its_fullest_engine_and_one_that_does_not_answer_is_left_out():
+    async def test(world: World) -> None:
+        tasks = [world.generate(4, "a"), world.generate(1, "b")]
+        await asyncio.sleep(3.0)
+        fullest = (await world.pool.pressure()).kv_cache_usage
+        world.engines[0].hang()
+        assert 0.0 < (await world.pool.pressure()).kv_cache_usage < fullest
+        await asyncio.gather(*tasks)
+
+    run(test, engine=replace(ENGINE, kv_tokens=1000))
+
+
 def test_engines_come_and_go_during_generation_and_nothing_is_lost():
     async def test(world: World) -> None:
         tasks = [world.generate(4, str(number)) for number in range(20)]

@@ -10,6 +10,7 @@ import pytest
 
 from generator import virtual_time
 from generator.link import EngineError, EngineLostError
+from generator.pressure import Pressure
 from generator.resume import Sampling
 from generator.rollout import Rollout
 from generator.simulated import SimulatedEngine
@@ -80,6 +81,49 @@ def test_the_token_stream_is_a_function_of_seed_id_and_position():
     tokens = {stream_token(s, name, k) for s in (SETTINGS, other_seed) for name in "ab" for k in range(50)}
     assert len(tokens) == 200
     assert all(0 <= token < 1000 and -8.0 <= logprob < 0.0 for token, logprob in tokens)
+
+
+HEAVY = replace(SETTINGS, sampling=replace(SAMPLING, max_tokens=2000), tail=1.2, shortest=4)
+
+
+def test_lengths_with_a_heavy_tail_end_with_a_stop_token_or_at_the_budget_and_most_are_short():
+    lengths = []
+    for rollout in prompts(500):
+        tokens = [token for token, _ in whole_stream(HEAVY, HEAVY.sampling, rollout)]
+        assert not STOPS.intersection(tokens[:-1])
+        assert tokens[-1] in STOPS or len(tokens) == 2000
+        lengths.append(len(tokens))
+    assert min(lengths) >= 4
+    assert sum(length < 12 for length in lengths) > 300
+    assert max(lengths) > 300
+
+
+def test_so_many_rollouts_fail_on_their_way_and_their_tokens_are_those_that_they_would_have_had():
+    async def program() -> None:
+        calm = await (await serving(replace(HEAVY, max_running=500))).generate(prompts(200))
+        rough = await (await serving(replace(HEAVY, max_running=500, failing=0.2))).generate(prompts(200))
+        failed = [rollout for rollout in rough.rollouts if rollout.finish_reason == "failed"]
+        assert 20 < len(failed) < 60
+        for ours, theirs in zip(rough.rollouts, calm.rollouts, strict=True):
+            count = len(ours.response_token_ids)
+            assert ours.response_token_ids == theirs.response_token_ids[:count]
+            assert (count < len(theirs.response_token_ids)) == (ours.finish_reason == "failed")
+
+    virtual_time.run(program())
+
+
+def test_an_engine_counts_the_requests_that_its_kv_cache_has_no_room_for():
+    async def program() -> None:
+        engine = await serving(replace(SETTINGS, sampling=UNBROKEN, max_running=10, kv_tokens=40))
+        call = asyncio.create_task(engine.generate(prompts(4)))
+        await asyncio.sleep(5.0)
+        assert await engine.pressure() == Pressure(32 / 40, 0)
+        await asyncio.sleep(10.0)
+        assert await engine.pressure() == Pressure(1.0, 2)
+        await call
+        assert await engine.pressure() == Pressure(0.0, 0)
+
+    virtual_time.run(program())
 
 
 @pytest.mark.parametrize("minimum", [0, 30])

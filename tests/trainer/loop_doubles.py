@@ -66,6 +66,10 @@ class Learner:
 
     bound: int
     batches: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)
+    """What it began with of the batch that is being filled."""
+    began: int = 0
+    """How often it began with a part."""
     skips: frozenset[int] = frozenset()
     """Versions at which an update is skipped."""
 
@@ -74,7 +78,16 @@ class Learner:
         await asyncio.sleep(0)
         return [0.5 * (number % 2) for number, _ in enumerate(rollouts)]
 
+    async def accumulate(self, rollouts: Any, version: int) -> None:
+        """A step on a part takes a while, in which others may finish."""
+        assert version == len(self.batches)
+        self.parts += rollouts
+        self.began += 1
+        for _ in range(3):
+            await asyncio.sleep(0)
+
     async def train(self, rollouts: Any, version: int) -> StepResult:
+        rollouts, self.parts = (*self.parts, *rollouts), []
         for rollout in rollouts:
             for token_version, seen in zip(rollout.versions, rollout.loss_mask, strict=True):
                 assert not seen or version - token_version <= self.bound
@@ -147,13 +160,14 @@ class Watch:
 def parts(
     *, steps: int = 6, batch: int = 3, bound: int = 1, running: int = 100, rows: int = 50, **changes: Any
 ) -> Parts:
+    on_expired = changes.pop("on_expired", "mask_tokens")
     config = Config(
         name="test",
         task="test",
         steps=steps,
-        batch=BatchConfig(prompts=batch),
+        batch=BatchConfig(prompts=batch, streaming=changes.pop("streaming", False)),
         sampling=SamplingConfig(group_size=2),
-        staleness=StalenessConfig(max_versions=bound, on_expired=changes.pop("on_expired", "mask_tokens")),
+        staleness=StalenessConfig(max_versions=bound, on_expired=on_expired),
     )
     engines = changes.pop("engines", Engines())
     rewards, watch = changes.pop("rewards", Rewards()), Watch()
@@ -165,7 +179,7 @@ def parts(
         "episodes": SingleTurn(engines, rewards, lambda ids: "text", watch, drop_group),
         "learner": Learner(bound),
         "pusher": Pusher(engines),
-        "admission": Admission(batch, bound, running, total_groups=steps * batch),
+        "admission": Admission(batch, bound, running, on_expired, total_groups=steps * batch),
         "watch": watch,
     }
     return Parts(**{**values, **changes})

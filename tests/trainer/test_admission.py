@@ -1,16 +1,15 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout
 from trainer.admission import Admission, expire
 
 
 def admission(**changes) -> Admission:
-    return Admission(**{"batch_prompts": 4, "max_versions": 1, "max_running": 100, **changes})
+    return Admission(
+        **{"batch_prompts": 4, "max_versions": 1, "max_running": 100, "on_expired": "mask_tokens", **changes}
+    )
 
 
 def admit(places: Admission, count: int) -> None:
@@ -69,59 +68,11 @@ def test_admitting_without_a_place_is_refused():
         admission(max_running=0).admit()
 
 
-class AdmissionMachine(RuleBasedStateMachine):
-    """Groups are admitted, finish, fail and are dropped in any order; batches are learned and versions published."""
-
-    def __init__(self):
-        super().__init__()
-        self.places = admission(batch_prompts=3, max_versions=2, max_running=7)
-        self.ages: list[int] = []
-
-    @precondition(lambda self: self.places.capacity() > 0)
-    @rule()
-    def admit(self):
-        self.places.admit()
-
-    @precondition(lambda self: self.places.running > 0)
-    @rule()
-    def finish(self):
-        self.places.finished()
-
-    @precondition(lambda self: self.places.running > 0)
-    @rule()
-    def fail(self):
-        self.places.failed()
-
-    @precondition(lambda self: self.places.buffered > 0)
-    @rule()
-    def drop(self):
-        self.places.filtered()
-
-    @precondition(lambda self: self.places.buffered >= 3)
-    @rule()
-    def learn_and_publish(self):
-        self.places.learned(3)
-        self.places.published(self.places.version + 1)
-
-    @rule(restart=st.just(True))
-    def restart(self, restart):
-        old = self.places
-        self.places = admission(
-            batch_prompts=3, max_versions=2, max_running=7, version=old.version, consumed=old.version * 3
-        )
-
-    @invariant()
-    def the_bound_holds_and_no_place_is_lost(self):
-        places = self.places
-        assert places.running + places.buffered + places.consumed <= (places.version + 3) * 3
-        assert 0 <= places.running <= 7
-        assert places.consumed == places.version * 3
-        # Whatever happened, either something may start, or something is under way or ready to be learned from.
-        assert places.capacity() > 0 or places.running > 0 or places.buffered >= 3
-
-
-TestAdmissionMachine = AdmissionMachine.TestCase
-TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+@pytest.mark.parametrize("on_expired", ["mask_tokens", "drop_rollout", "drop_group"])
+def test_what_may_be_learned_from_is_decided_at_the_version_of_the_step_by_the_same_bound(on_expired):
+    places = admission(max_versions=1, on_expired=on_expired, version=6)
+    old = group((3, 4, 5), (5, 5))
+    assert places.within_bound(old) == expire(old, version=6, max_versions=1, on_expired=on_expired)
 
 
 def group(*versions: tuple[int, ...]) -> Group:
@@ -155,19 +106,19 @@ def test_a_group_within_the_bound_is_untouched():
 
 def test_masking_takes_out_exactly_the_tokens_past_the_bound():
     kept = expire(group((3, 4, 5), (5, 5)), version=6, max_versions=1, on_expired="mask_tokens")
-    assert kept.tokens == 2
+    assert (kept.tokens, kept.rollouts) == (2, 0)
     assert masks(kept.group) == [(False, False, True), (True, True)]
 
 
 def test_dropping_a_rollout_takes_out_all_its_tokens_and_keeps_the_others():
     kept = expire(group((3, 4, 5), (5, 5)), version=6, max_versions=1, on_expired="drop_rollout")
-    assert kept.tokens == 3
+    assert (kept.tokens, kept.rollouts) == (3, 1)
     assert masks(kept.group) == [(False, False, False), (True, True)]
 
 
 def test_dropping_a_group_takes_out_everything():
     kept = expire(group((3, 4, 5), (5, 5)), version=6, max_versions=1, on_expired="drop_group")
-    assert kept == type(kept)(None, 5)
+    assert kept == type(kept)(None, tokens=5, rollouts=2)
 
 
 def test_a_group_without_a_token_to_learn_from_is_dropped():
@@ -197,7 +148,7 @@ def test_observed_tokens_are_not_counted_as_expired(on_expired, tokens, mask):
 
 
 def test_a_run_that_goes_on_has_the_places_that_it_had():
-    before = Admission(batch_prompts=4, max_versions=1, max_running=100)
+    before = admission()
     for version in range(3):
         while before.capacity():
             before.admit()
@@ -207,7 +158,7 @@ def test_a_run_that_goes_on_has_the_places_that_it_had():
         before.published(version + 1)
     before.admit()
     before.finished()
-    after = Admission(batch_prompts=4, max_versions=1, max_running=100)
+    after = admission()
     after.continue_at(3, buffered=1)
     for _ in range(before.running):  # what was in flight is admitted again
         after.admit()

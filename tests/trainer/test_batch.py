@@ -2,6 +2,7 @@ import pytest
 
 from generator.rollout import Group, Prompt, Rollout, ScoredRollout
 from trainer.algorithm.advantages import ADVANTAGES
+from trainer.algorithm.combinations import PART_BY_PART
 from trainer.batch import Batch
 from trainer.batch import make_batch as make
 from trainer.config import AlgorithmConfig, FilterConfig
@@ -35,6 +36,15 @@ def test_advantages_are_computed_inside_each_group_and_returned_in_its_order():
     assert batch.advantages == ((-0.5, 0.5), (0.0, 0.0))
     assert [row.advantage for row in batch.rollouts] == [-0.5, 0.5, 0.0, 0.0]
     assert [row.group for row in batch.rollouts] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", PART_BY_PART)
+def test_groups_that_come_part_by_part_get_the_numbers_and_advantages_that_they_have_in_the_batch(name):
+    groups = [group(0.0, 1.0, 0.3), group(7.0, None, -2.0), group(10.0, 10.0, 10.0)]
+    algorithm = AlgorithmConfig(advantage=name, filter=FilterConfig(zero_variance=True))
+    whole = make(groups, algorithm, max_tokens=4).rollouts
+    parts = [make([one], algorithm, max_tokens=4, first=number).rollouts for number, one in enumerate(groups)]
+    assert tuple(row for part in parts for row in part) == whole
 
 
 def test_a_rollout_keeps_its_columns_and_its_mask():

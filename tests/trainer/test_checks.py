@@ -9,7 +9,7 @@ from tests.trainer.configs import tiny_config
 from trainer import learner_setup
 from trainer.algorithm import combinations
 from trainer.algorithm.advantages import ADVANTAGES
-from trainer.algorithm.aggregation import AGGREGATIONS
+from trainer.algorithm.aggregation import AGGREGATIONS, COUNTED
 from trainer.algorithm.objectives import DIVERGENCES, OBJECTIVES
 from trainer.algorithm.proximal import PROXIMAL_POLICIES
 from trainer.algorithm.ratios import LEVELS
@@ -23,6 +23,7 @@ from weight_sync.verification import VerifyWord
 
 GSPO = {"algorithm.objective": "gspo", "algorithm.proximal": "behaviour", "algorithm.correction.weight": "none"}
 REINFORCE = {"algorithm.objective": "reinforce"}
+STREAMING = {"batch.streaming": True}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,17 @@ REINFORCE = {"algorithm.objective": "reinforce"}
         (GSPO | {"algorithm.proximal": "recomputed"}, ["no effect", "one update a batch"]),
         ({"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1"}, ["mean zero", "estimator=k2"]),
         ({"learner.minibatches": 1000, "algorithm.proximal": "recomputed"}, ["batch.prompts", "learner.epochs"]),
+        (
+            STREAMING | {"algorithm.advantage": "reinforce_pp"},
+            ["batch.streaming=true", "advantage=reinforce_pp"],
+        ),
+        (STREAMING | {"algorithm.advantage": "math.exp"}, ["batch.streaming=true", "algorithm.advantage=math.exp"]),
+        (STREAMING | {"learner.epochs": 2, "algorithm.proximal": "recomputed"}, ["batch.streaming=true", "several"]),
+        (STREAMING | {"algorithm.correction.second_moment": 0.1}, ["batch.streaming=true", "second_moment"]),
+        (
+            STREAMING | {"algorithm.aggregation": "tests.trainer.algorithm.test_loss.sum_of_losses"},
+            ["batch.streaming=true", "sum_of_losses"],
+        ),
         ({"learner.offload": True}, ["learner.zero_stage"]),
         ({"learner.offload": True, "learner.zero_stage": 2}, ["hardware=cpu", "saves nothing"]),
         (
@@ -182,6 +194,12 @@ def test_one_rollout_a_prompt_is_enough_for_an_advantage_that_compares_with_the_
     check(tiny_config({"sampling.group_size": 1, "algorithm.advantage": "reinforce_pp"}))
 
 
+def test_a_learner_may_begin_before_the_batch_is_full_where_no_part_of_the_algorithm_looks_at_all_of_it():
+    for advantage in combinations.PART_BY_PART:
+        check(tiny_config(STREAMING | {"algorithm.advantage": advantage, "algorithm.kl.coefficient": 0.1}))
+    check(tiny_config(STREAMING | {"algorithm.proximal": "recomputed", "algorithm.filter.zero_variance": True}))
+
+
 def test_a_part_of_the_algorithm_may_be_the_users_own_function():
     check(tiny_config({"algorithm.aggregation": "tests.trainer.algorithm.test_loss.sum_of_losses"}))
 
@@ -225,6 +243,8 @@ def test_the_parts_that_combinations_are_checked_for_are_ones_that_exist():
     assert set(combinations.GROUP_RELATIVE) < set(ADVANTAGES)
     assert set(combinations.NEEDS_RATIO) < set(OBJECTIVES)
     assert set(combinations.READS_CLIP_DUAL) < set(OBJECTIVES)
+    assert set(combinations.PART_BY_PART) < set(ADVANTAGES)
+    assert set(COUNTED) == set(AGGREGATIONS)
 
 
 def test_a_function_of_the_users_is_called_with_what_the_built_in_ones_are_called_with():

@@ -107,6 +107,22 @@ NOT_FINITE: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 
+STREAMED: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 1": {"stage": 1},
+    "zero 2, many micro-batches": {"stage": 2, "budget": 1},
+    "zero 2, offloaded": {"stage": 2, "offload": True},
+    "zero 3": {"stage": 3},
+}
+STREAMED_AGAINST_WHOLE: dict[str, dict[str, Any]] = {
+    "prompt means and a reference, zero 3": {
+        "stage": 3,
+        "algorithm": AlgorithmConfig(aggregation="prompt_mean", kl=KLConfig(coefficient=0.3)),
+    },
+    "rollout means, zero 0": {"algorithm": AlgorithmConfig(aggregation="sequence_mean")},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
 
 CONTINUED: dict[str, dict[str, Any]] = {
     "zero 0": {},
@@ -130,7 +146,7 @@ def worker(rank: int, world: int, port: int, folder: Path, others: Path) -> None
     results: dict[str, Any] = {}
     for name, changes in SCENARIOS[world].items():
         one = learner(**changes)
-        metrics = [one.train(batch(seed), version=0).metrics for seed in range(2)]
+        metrics = [whole(one, batch(seed)) for seed in range(2)]
         results[name] = (metrics, exported(one, folder / "export", rank), one.logprobs(SEQUENCES))
         one.close()
     for name, changes in WITH_SEVERAL_UPDATES[world].items():
@@ -141,6 +157,12 @@ def worker(rank: int, world: int, port: int, folder: Path, others: Path) -> None
         results[f"continued: {name}"] = continued(learner, changes, folder / name, rank)
         if others.is_dir():
             results[f"from other ranks: {name}"] = loaded_and_trained(learner, changes, others / name, folder, rank)
+    for name, changes in STREAMED.items():
+        results[f"streamed: {name}"] = two_steps(learner, changes, folder, rank, step=streamed)
+    for name, changes in STREAMED_AGAINST_WHOLE.items():
+        results[f"streamed: {name}"] = [two_steps(learner, changes, folder, rank, step) for step in (streamed, whole)]
+    for stage in (0, 2):
+        results[f"streamed, not finite: {stage}"] = streamed_not_finite(learner, stage, folder, rank)
     for name, changes in NOT_FINITE.items():
         results[f"not finite: {name}"] = not_finite(learner, changes, folder, rank)
     for stage in (0, 3):
@@ -174,10 +196,24 @@ def exported(learner: Learner, folder: Path, rank: int) -> dict[str, torch.Tenso
     return load_file(folder / "model.safetensors") if rank == 0 else {}
 
 
-def two_steps(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[list[dict], dict]:
+def whole(one: Learner, rollouts: list[TrainRollout]) -> dict[str, float]:
+    return one.train(rollouts, version=0).metrics
+
+
+def streamed(one: Learner, rollouts: list[TrainRollout]) -> dict[str, float]:
+    """The groups of a batch one after another, with a pass without gradients between two, as a push may make one."""
+    for group in (0, 1):
+        one.accumulate([r for r in rollouts if r.group == group], version=0)
+        one.logprobs(SEQUENCES)
+    return one.train([r for r in rollouts if r.group > 1], version=0).metrics
+
+
+def two_steps(
+    learner: Any, changes: dict[str, Any], folder: Path, rank: int, step: Any = whole
+) -> tuple[list[dict], dict]:
     """The metrics of a step on each of two batches, and the weights after them."""
     one = learner(**changes)
-    metrics = [one.train(batch(seed), version=0).metrics for seed in range(2)]
+    metrics = [step(one, batch(seed)) for seed in range(2)]
     weights = exported(one, folder / "export", rank)
     one.close()
     return metrics, weights
@@ -246,6 +282,20 @@ def not_finite(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -
     stepped = exported(one, folder / "export", rank)
     one.close()
     return result, steps, untouched, stepped
+
+
+def streamed_not_finite(learner: Any, stage: int, folder: Path, rank: int) -> tuple[Any, dict, dict]:
+    """A loss that is infinite in the first part of a batch: the result, weights after it, and after a good batch."""
+    one = learner(stage=stage)
+    first = batch(0)[0]
+    huge = TrainRollout("huge", 0, first.prompt_token_ids, (1,) * 8, (-3.0,) * 8, (0,) * 8, (True,) * 8, 3e38)
+    one.accumulate([huge], version=0)
+    result = one.train([r for r in batch(0) if r.group > 0], version=0)
+    untouched = exported(one, folder / "export", rank)
+    streamed(one, batch(0))
+    stepped = exported(one, folder / "export", rank)
+    one.close()
+    return result, untouched, stepped
 
 
 def drift(learner: Any, dtype: str, folder: Path, rank: int) -> dict[str, torch.Tensor]:
@@ -379,6 +429,37 @@ def test_several_updates_a_batch_are_those_of_a_plain_loop_with_a_fixed_anchor_a
         assert [m["policy/updates"] for m in metrics] == [4, 4]
         assert metrics[0]["tokens/trained"] == sum(sum(r.loss_mask) for r in batch(0))
         assert metrics[0]["policy/reference_kl"] > 0
+
+
+@pytest.mark.engine
+def test_a_batch_that_comes_part_by_part_makes_the_update_of_the_whole_batch(results, start):
+    world, seen = results
+    expected, norms = reference_update([batch(0), batch(1)])
+    first = seen[next(iter(SCENARIOS[world]))][0][0]
+    for name in STREAMED:
+        metrics, weights = seen[f"streamed: {name}"]
+        assert distance(weights, expected, start) < 1e-5, name
+        assert [m["policy/grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-5), name
+        same = ("policy/loss", "policy/entropy", "mismatch/ess", "tokens/trained", "rollouts/without_signal")
+        assert {k: metrics[0][k] for k in same} == pytest.approx({k: first[k] for k in same}, rel=1e-4), name
+    for name in STREAMED_AGAINST_WHOLE:
+        (metrics, weights), (other_metrics, other) = seen[f"streamed: {name}"]
+        assert distance(weights, other, start) < (0.05 if name == "bfloat16" else 1e-5), name
+        for key in ("policy/loss", "policy/grad_norm"):
+            tolerance = 0.02 if name == "bfloat16" else 1e-4
+            assert [m[key] for m in metrics] == pytest.approx([m[key] for m in other_metrics], rel=tolerance), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_is_not_finite_in_a_part_of_the_batch_skips_the_step_and_leaves_nothing_behind(
+    results, start, stage
+):
+    result, untouched, stepped = results[1][f"streamed, not finite: {stage}"]
+    assert "policy/loss is" in result.skipped
+    assert all(torch.equal(untouched[key], weight) for key, weight in start.items())
+    expected, _ = reference_update([batch(0)], first_step=1)
+    assert distance(stepped, expected, start) < 1e-5
 
 
 @pytest.mark.engine

@@ -43,6 +43,25 @@ async def test_every_step_is_made_and_pushed_whatever_the_bounds(bound, running)
     assert all(len(batch) == 3 * 2 for batch in run.learner.batches)
 
 
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+async def test_the_learner_begins_before_the_batch_is_full_and_gets_every_rollout_once(bound, place):
+    run = parts(bound=bound, streaming=True, batch=4, steps=8)
+    run.config.algorithm.kl = KLConfig(coefficient=0.1, place=place)
+    run.config.algorithm.advantage = "dr_grpo"
+    await finish(run)
+    assert run.learner.began > 0
+    assert sum(metrics["tokens/streamed"] for metrics in run.watch.metrics) > 0
+    trained = iter(run.watch.groups)
+    for batch in run.learner.batches:
+        groups = [next(trained) for _ in range(4)]
+        assert [r.id for r in batch] == [item.rollout.id for group in groups for item in group.rollouts]
+        assert [r.group for r in batch] == [0, 0, 1, 1, 2, 2, 3, 3]
+        # The double has every second rollout of a call leave the reference, and a call holds whole groups.
+        paid = 0.5 if place == "reward" else 0.0
+        assert [r.advantage for r in batch] == [-(1.0 - paid) / 2, (1.0 - paid) / 2] * 4
+
+
 async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for():
     class Hanging(Learner):
         async def train(self, rollouts: Any, version: int) -> StepResult:
@@ -97,6 +116,8 @@ async def test_a_group_that_expired_is_sampled_again_and_the_run_reaches_its_las
     run.groups.buffer.put(Group(prompt, (ScoredRollout(old, "", 1.0, {}),) * 2, 0))
     await finish(run)
     assert run.watch.counts["tokens/expired"] == 2
+    expired = [run.watch.metrics[0][f"staleness/expired_{what}"] for what in ("tokens", "rollouts", "groups")]
+    assert expired == [2.0, 2.0, 1.0]
     assert "old" not in {rollout.id for batch in run.learner.batches for rollout in batch}
 
 

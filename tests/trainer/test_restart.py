@@ -187,7 +187,7 @@ class Story:
             episodes=self._episodes(pool, watch),
             learner=Learner(),
             pusher=Pusher(sender, pool, timeout=60.0, connect=connect),
-            admission=Admission(BATCH, BOUND, max_running=100, total_groups=STEPS * BATCH),
+            admission=Admission(BATCH, BOUND, 100, "mask_tokens", STEPS * BATCH),
             watch=watch,
         )
 

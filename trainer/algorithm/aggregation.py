@@ -9,6 +9,7 @@ micro-batch; a prompt group need not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,13 @@ class Denominators:
     def prompts(self) -> int:
         """Prompt groups with at least one such token."""
         return sum(tokens > 0 for tokens in self.prompt_tokens)
+
+    def __add__(self, other: Denominators) -> Denominators:
+        """Those of two parts of a batch together."""
+        pairs = zip_longest(self.prompt_tokens, other.prompt_tokens, fillvalue=0)
+        return Denominators(
+            self.tokens + other.tokens, self.sequences + other.sequences, tuple(a + b for a, b in pairs)
+        )
 
 
 def token_mean(loss: Tensor, batch: TokenBatch, denominators: Denominators, algorithm: AlgorithmConfig) -> Tensor:
@@ -99,6 +107,28 @@ AGGREGATIONS: dict[str, Choice] = {
 Each function takes the losses ``[T]`` (0 in masked places), the tokens, the denominators and the configuration, and
 returns this micro-batch's share of the batch loss, a scalar.
 """
+
+
+COUNTED: dict[str, str] = {
+    "token_mean": "tokens",
+    "sequence_mean": "sequences",
+    "sequence_sum": "sequences",
+    "prompt_mean": "prompts",
+}
+"""The count of :class:`Denominators` that each aggregation is a mean over, by its name.
+
+Nothing else of a share depends on what other prompt groups there are. So a part of the batch, made of whole groups, can
+be aggregated before the batch is known: its loss, with the part's own denominators, times the part's count is a sum
+that adds up over parts, and that sum divided by the count of the batch is the batch loss.
+"""
+
+
+def counted(denominators: Denominators, algorithm: AlgorithmConfig) -> int:
+    """What the aggregation divides by: see :data:`COUNTED`; 1 where that is 0, and with it every loss.
+
+    Raises ``KeyError`` for an aggregation of the user's own.
+    """
+    return max(1, getattr(denominators, COUNTED[algorithm.aggregation]))
 
 
 def aggregate(loss: Tensor, batch: TokenBatch, denominators: Denominators, algorithm: AlgorithmConfig) -> Tensor:

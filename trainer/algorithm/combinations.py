@@ -26,6 +26,28 @@ def problem(algorithm: AlgorithmConfig, sampling: SamplingConfig, learner: Learn
     return None
 
 
+PART_BY_PART = ("grpo", "dr_grpo", "rloo", "reward")
+"""Advantages that look at nothing outside a prompt group."""
+
+
+def whole_batch_needed(algorithm: AlgorithmConfig, learner: LearnerConfig) -> str | None:
+    """Why no gradient can be computed before the batch is full, for people; ``None`` where one can.
+
+    What the loss is a mean over is no reason: sums of gradients are divided by it at the end.
+    """
+    if learner.epochs * learner.minibatches > 1:
+        return "`learner.epochs` and `learner.minibatches` make several updates of the whole batch"
+    if "." in algorithm.advantage:
+        return f"`algorithm.advantage={algorithm.advantage}` may compare a rollout with the whole batch"
+    if algorithm.advantage not in PART_BY_PART:
+        return f"`algorithm.advantage={algorithm.advantage}` compares a rollout with the whole batch"
+    if algorithm.correction.second_moment is not None:
+        return "`algorithm.correction.second_moment` drops tokens down to a mean over the whole batch"
+    if "." in algorithm.aggregation:
+        return f"`algorithm.aggregation={algorithm.aggregation}` may use any count of the whole batch"
+    return None
+
+
 def corrected(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss holds the ratio between the current policy and what sampled the tokens."""
     if algorithm.objective == "reinforce":  # measures no ratio of its own, from whatever proximal policy

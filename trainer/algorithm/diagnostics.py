@@ -63,6 +63,10 @@ class DiagnosticSums:
     def __add__(self, other: DiagnosticSums) -> DiagnosticSums:
         return DiagnosticSums(self.sums + other.sums, torch.maximum(self.maximum, other.maximum))
 
+    def with_loss_times(self, factor: float) -> DiagnosticSums:
+        """The same of a loss that is ``factor`` times this one."""
+        return DiagnosticSums(torch.cat([self.sums[:1] * factor, self.sums[1:]]), self.maximum)
+
     @property
     def loss(self) -> float:
         """The loss that was minimised."""

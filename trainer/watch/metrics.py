@@ -274,8 +274,8 @@ class RunningTotals:
 
     COUNTED = ("tokens/generated", "tokens/trained", "tokens/expired", "tokens/lost", "rollouts/finished",
                "rollouts/resumed", "rollouts/failed", "rollouts/moved", "rollouts/restarted", "rollouts/stalled",
-               "tokens/cached", "tokens/surplus", "engines/lost", "engines/restarted", "push/count",
-               "steps/skipped", "checkpoints/failed")  # fmt: skip
+               "tokens/cached", "tokens/surplus", "engines/lost", "engines/restarted", "engines/preemptions",
+               "push/count", "steps/skipped", "checkpoints/failed")  # fmt: skip
 
     def add(self, name: str, count: int) -> None:
         """Add to one of the counts by its name in the summary. Raises :class:`KeyError` for another name."""

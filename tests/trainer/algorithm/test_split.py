@@ -1,15 +1,16 @@
 """The loss of real micro-batches: the same for every token budget, number of ranks and packing."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.trainer.algorithm.cases import algorithm
-from trainer.algorithm.aggregation import AGGREGATIONS
+from trainer.algorithm.aggregation import AGGREGATIONS, counted
 from trainer.algorithm.diagnostics import diagnostic_metrics, zero_sums
 from trainer.algorithm.loss import learns_without_advantage, policy_loss
 from trainer.algorithm.tokens import token_batch
-from trainer.batching import TrainRollout, plan_micro_batches
+from trainer.batching import BatchPlan, TrainRollout, plan_micro_batches
 from trainer.config import AlgorithmConfig
 from trainer.micro_batch import build_micro_batch
 
@@ -86,3 +87,36 @@ def test_the_prompts_of_a_batch_are_counted_from_all_their_rollouts_whatever_is_
     plan = plan_micro_batches(rollouts(), 1000, 1, "padded")
     assert sum(plan.denominators.prompt_tokens) == plan.denominators.tokens
     assert plan.denominators.prompts == 3
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_parts_of_whole_groups_add_up_to_the_batch_once_their_sums_are_divided_by_its_count(aggregation):
+    config = algorithm({"weight": "sequence_product"}, objective="ppo_clip", aggregation=aggregation)
+    whole = plan_micro_batches(rollouts(), 10_000, 1, "padded")
+    parts = [plan_micro_batches([r for r in rollouts() if r.group == n], 10_000, 1, "padded") for n in range(3)]
+    joined = parts[0] + parts[1] + parts[2]
+    assert joined.denominators == whole.denominators
+    assert (joined.fed_tokens, joined.skipped_rollouts) == (whole.fed_tokens, whole.skipped_rollouts)
+    shares = [counted(part.denominators, config) * loss_of(part, config) for part in parts]
+    assert sum(shares) / counted(joined.denominators, config) == pytest.approx(loss_of(whole, config), rel=1e-10)
+
+
+def test_a_part_that_the_loss_sees_nothing_of_adds_nothing():
+    config = algorithm({"weight": "token"}, objective="ppo_clip")
+    masked = [replace(r, loss_mask=(False,) * len(r.loss_mask)) for r in rollouts() if r.group == 0]
+    seen = [r for r in rollouts() if r.group > 0]
+    parts = [plan_micro_batches(part, 10_000, 1, "padded") for part in (masked, seen)]
+    shares = [counted(part.denominators, config) * loss_of(part, config) for part in parts]
+    count = counted((parts[0] + parts[1]).denominators, config)
+    whole = loss_of(plan_micro_batches([*masked, *seen], 10_000, 1, "padded"), config)
+    assert sum(shares) / count == pytest.approx(whole, rel=1e-10)
+
+
+def loss_of(plan: BatchPlan, config: AlgorithmConfig) -> float:
+    """The loss of a plan with its own denominators, under a policy that is a function of the token."""
+    total = 0.0
+    for rows in (rows for rank in plan.micro_batches for rows in rank):
+        micro = build_micro_batch(rows, VERSION, plan.packing)
+        current = 0.8 * micro.behaviour_logprobs.double() - 0.1
+        total += policy_loss(token_batch(micro, current, current.square()), config, plan.denominators)[0].item()
+    return total
