@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight_sync.kv_cache": ("recompute", "reuse"),
     "weight_sync.backend": ("auto", "gloo", "nccl", "ipc"),
     "weight_sync.staging_device": ("device", "host"),
+    "weight_sync.lora": ("merged", "adapter"),
     "weight_sync.verify": ("none", "first", "every"),
     "logger.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
@@ -89,6 +90,7 @@ AT_LEAST: dict[str, float] = {
     "learner.zero_stage": 0,
     "learner.micro_batch_tokens": 1,
     "learner.logprob_chunk": 1,
+    "learner.lora.rank": 0,
     "engine.count": 1,
     "engine.tensor_parallel": 1,
     "engine.max_running": 1,
@@ -123,6 +125,7 @@ POSITIVE = (
     "algorithm.gate_negative",
     "optimizer.max_grad_norm",
     "learner.timeout",
+    "learner.lora.alpha",
     "engine.start_timeout",
     "engine.rollout_timeout",
     "sampling.repetition_penalty",
