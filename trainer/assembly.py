@@ -27,6 +27,7 @@ from trainer.placement import (
     evaluation_sampling,
     learner_gpus,
     pool_settings,
+    pushes_adapters,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -115,6 +116,7 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool) ->
         transfer_timeout=INNER_SHARE * sync.timeout,
         staging=sync.staging_device if sync.staging else None,
         deltas=sync.delta,
+        adapters=pushes_adapters(config),
     )
 
 
@@ -169,6 +171,7 @@ def _parts(
 
     settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
     sampling = settings.sampling
+    adapters = pushes_adapters(config)
     return Parts(
         config=config,
         prompts=inputs.prompts,
@@ -184,8 +187,8 @@ def _parts(
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
             verification=_verification(config, inputs, settings.max_model_len),
             staged=config.weight_sync.staging,
-            deltas=config.weight_sync.delta,
-            dense_every=config.weight_sync.dense_every,
+            deltas=config.weight_sync.delta or adapters,
+            dense_every=0 if adapters else config.weight_sync.dense_every,
         ),
         admission=Admission(
             batch_prompts=config.batch.prompts,

@@ -43,6 +43,7 @@ class Client(Protocol):
     def start_weight_update(self) -> None: ...
     def update_weights(self, update_info: UpdatePayload) -> None: ...
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def load_adapter(self, version: int, files: Any) -> None: ...
     def abandon(self, reason: str) -> None: ...
 
 
@@ -50,7 +51,8 @@ class EngineClient:
     """Drives the weight updates of several engines as one.
 
     ``engines`` are Ray actor handles with the methods ``init_weight_transfer_engine(request)``,
-    ``start_weight_update()``, ``update_weights(request)`` and ``finish_weight_update(weight_version)``.
+    ``start_weight_update()``, ``update_weights(request)`` and ``finish_weight_update(weight_version)``, and where
+    adapters are pushed alone ``load_adapter(version, files)``.
     ``workers_per_engine`` counts each engine's workers; ``timeout`` bounds each call, in seconds. ``version`` is the
     policy version that the update in progress brings: vLLM's trainer engines finish an update without naming one.
 
@@ -99,6 +101,13 @@ class EngineClient:
             weight_version = str(self.version)
         self._call("finish_weight_update", [(weight_version,)] * len(self._engines))
         self._updating = False
+
+    def load_adapter(self, version: int, files: Any) -> None:
+        """Have every engine compute with the adapter in ``files``, of which there is one copy on each node."""
+        import ray
+
+        stored = ray.put(files)
+        self._call("load_adapter", [(version, stored)] * len(self._engines))
 
     def abandon(self, reason: str) -> None:
         """After a failure, end the update in every engine that is still in one, so that the next can start.
