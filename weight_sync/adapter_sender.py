@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from weight_sync.adapter_files import files_of
+from weight_sync.client import AdapterClient
 from weight_sync.manifest import Manifest
 from weight_sync.push_error import PushError
 from weight_sync.sender import WeightSender
@@ -48,8 +49,9 @@ class AdapterSender(WeightSender):
     def _send_adapter(self, version: int) -> None:
         if self._client is None:
             raise PushError("transfer", "there is no connection to the engines; connect before the push")
+        client = cast(AdapterClient, self._client)
         try:
-            self._client.load_adapter(version, files_of(self._adapter))
+            client.load_adapter(version, files_of(self._adapter))
         except Exception as error:
             self.close()
             raise error if isinstance(error, PushError) else PushError("transfer", error) from error
