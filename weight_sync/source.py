@@ -170,6 +170,8 @@ class DeepSpeedSource:
         factors = {id(factor) for adapter in self._adapters.values() for factor in adapter.factors}
         if self._part == "adapter":
             return [(_without_adapter_name(name), tensor) for name, tensor in named if id(tensor) in factors]
+        if not self._adapters:
+            return named
         return [(name.replace(".base_layer.", "."), tensor) for name, tensor in named if id(tensor) not in factors]
 
     def _wire_name(self, name: str) -> str:
