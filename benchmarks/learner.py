@@ -3,8 +3,9 @@
     python -m benchmarks.learner [--model PATH] [--json PATH] [--quick] [--engine]
 
 Both train the same model on the same batches with the same threads, and take turns; a figure is the median of the
-ratios of the turns, since the speed of a shared machine changes from one turn to the next. The bare loop is a good one: it pads to the longest rollout of the batch, fills micro-batches up to the same
-token budget, and runs the head on the response tokens alone.
+ratios of the turns, since the speed of a shared machine changes from one turn to the next. The bare loop is a good one:
+it pads to the longest rollout of the batch, fills micro-batches up to the same token budget, and runs the head on the
+response tokens alone.
 
 `throughput_ratio_padded`: all rollouts are equally long, so there is nothing to gain from batching; what is measured is
 what the learner costs (DeepSpeed, corrections, diagnostics). `throughput_ratio_real`: prompts in groups and the lengths

@@ -35,6 +35,8 @@ from generator.stops import Decode, StopMatcher, load_decode
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from weight_sync.adapter_files import AdapterFiles
+
 logger = logging.getLogger(__name__)
 
 COUNTS = ("rollouts/stalled", "tokens/cached", "tokens/surplus")
@@ -62,7 +64,7 @@ class Engine(WeightReceiver):
     """A vLLM engine with a gate. Meant to live in an actor; every method but the constructor is a coroutine."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings.name)
+        super().__init__(settings.name, adapted=settings.lora_rank > 0)
         os.environ.update(settings.environment)
         announce_parent()
         if settings.prestart_core:
@@ -216,7 +218,9 @@ class Engine(WeightReceiver):
         prompt = tokens_input(list(submission.prompt_token_ids))
         params = sampling_params(call.sampling, submission)
         try:
-            await request.run(self.llm, prompt, params, self.settings.rollout_timeout, self._served_version)
+            await request.run(
+                self.llm, prompt, params, self.settings.rollout_timeout, self._served_version, self.adapter
+            )
             request.check_versions()
         except VersionMismatchError as error:
             raise EngineError(f"{self.name}: {error}") from error
@@ -358,6 +362,13 @@ class Engine(WeightReceiver):
                 raise EngineError(f"{self.name}: a weight update was started, but the engine is not paused")
             await super().start_weight_update()
 
+    async def load_adapter(self, version: int, files: AdapterFiles) -> None:
+        """Compute with another adapter, see :meth:`WeightReceiver.load_adapter`, unless the engine is not paused."""
+        async with self._turn:
+            if not self._paused:
+                raise EngineError(f"{self.name}: an adapter was to be loaded, but the engine is not paused")
+            await super().load_adapter(version, files)
+
     async def swap(self, version: int) -> None:
         """Put the staged weights of ``version`` into the model. Raises :class:`EngineError` unless it is paused."""
         async with self._turn:
@@ -381,7 +392,7 @@ class Engine(WeightReceiver):
             self._paused = False
             try:
                 await self.llm.resume_generation()
-                return await prompt_logprobs(self.llm, sequences)
+                return await prompt_logprobs(self.llm, sequences, self.adapter)
             except Exception as error:
                 if self.llm.errored:
                     self._die(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from generator.adapter import engine_arguments
 from generator.pressure import PressureGauge
 from generator.prestart import quick_imports, use_prestarted_core
 from generator.resume import Sampling, Submission
@@ -45,6 +46,10 @@ class EngineSettings:
     trust_remote_code: bool
     block_size: int | None = None
     """Tokens of a KV-cache block, the grain at which prompts are shared; ``None``: vLLM chooses."""
+    lora_rank: int = 0
+    """Rank of the adapter that belongs to every version; 0: none does."""
+    lora_targets: tuple[str, ...] = ()
+    """The layers that it is for, by their full names or the last parts of them."""
     executor: str | None = None
     """vLLM's ``distributed_executor_backend``, or the path of a class; ``None``: vLLM chooses."""
     prestart_core: bool = False
@@ -122,5 +127,7 @@ def build_llm(settings: EngineSettings, gauge: PressureGauge | None = None) -> A
         "distributed_executor_backend": settings.executor,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
+    if settings.lora_rank:
+        arguments |= engine_arguments(settings.lora_rank, settings.lora_targets)
     gauges: Any = None if gauge is None else [lambda config, number: gauge]
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=gauges)

@@ -6,11 +6,13 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from generator.adapter import load_adapter
 from generator.link import EngineError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from weight_sync.adapter_files import AdapterFiles
     from weight_sync.manifest import Manifest
 
 
@@ -24,8 +26,12 @@ class WeightReceiver:
     vLLM checks neither that an update is complete nor that it is the one that was meant, so that is done here.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, adapted: bool = False) -> None:
         self.name = name
+        self._adapted = adapted
+        """Whether an adapter belongs to every version."""
+        self.adapter: Any = None
+        """vLLM's name for the adapter that it computes with, which every request has to carry."""
         self._staging = False
         """Whether updates arrive beside the model, while it computes. The learner's handshake says so."""
         self._open = False
@@ -81,8 +87,26 @@ class WeightReceiver:
         """Load what was received into the running model and label it."""
         self._updating = True
         await self.llm.finish_weight_update(weight_version)
+        self.adapter = None  # vLLM drops it with the weights that it was for
         self._updating = self._open = False
         self._whole = self._received
+
+    async def load_adapter(self, version: int, files: AdapterFiles) -> None:
+        """Compute with this adapter beside the weights that are there, and call both together ``version``.
+
+        Raises :class:`EngineError` without weights, and ``ValueError`` for files that did not arrive as they were sent.
+        """
+        from weight_sync.adapter_files import manifest_of
+        from weight_sync.manifest import Manifest
+
+        if self._open or self._whole is None:
+            raise EngineError(f"{self.name} holds no weights that the adapter of version {version} could be for")
+        arrived = await asyncio.to_thread(manifest_of, files)
+        self._updating = True
+        self.adapter = await load_adapter(self.llm, version, files)
+        await self.llm.update_weight_version(str(version))
+        self._updating = False
+        self._received = Manifest((*self._whole.entries, *arrived.entries))
 
     async def _give_up_open_update(self) -> None:
         """Leave an update that nobody finished: another engine failed it, or a pause did that came before its swap."""
@@ -111,6 +135,8 @@ class WeightReceiver:
         """Raise :class:`EngineError` unless the weights are those of ``version``, all of them."""
         if self._updating:
             raise EngineError(f"{self.name} is in the middle of a weight update and cannot serve version {version}")
+        if self._adapted and self.adapter is None:
+            raise EngineError(f"{self.name} holds no adapter and cannot serve version {version}")
         held = await self.llm.get_weight_version()
         if held != str(version):
             raise EngineError(f"{self.name} holds weights {held!r} and cannot serve version {version}")

@@ -44,17 +44,25 @@ class Request:
     _limit: float = 0.0
     _deadline: asyncio.Timeout | None = None
 
-    async def run(self, llm: AsyncLLM, prompt: Any, params: Any, limit: float, version: Callable[[], int]) -> None:
+    async def run(
+        self,
+        llm: AsyncLLM,
+        prompt: Any,
+        params: Any,
+        limit: float,
+        version: Callable[[], int],
+        adapter: Any = None,
+    ) -> None:
         """Hand the request in and collect its tokens until it ends, or until one of them completes a stop string.
 
         After ``limit`` seconds without a new token it is taken back and is ``stalled``. ``version`` is asked for the
-        served version whenever tokens arrive.
+        served version whenever tokens arrive. ``adapter`` is the LoRA request of the adapter to compute with, if any.
         """
         self._limit = limit
         self.submitted_version = version()
         try:
             async with asyncio.timeout(limit) as self._deadline:
-                async for output in llm.generate(prompt, params, self.id):
+                async for output in llm.generate(prompt, params, self.id, lora_request=adapter):
                     self._restart_clock()
                     ended = self.stopped
                     self._collect(output, version())

@@ -13,6 +13,7 @@ import torch
 from generator.launch import EngineSettings
 from generator.link import KvCache, PushMode
 from generator.resume import Sampling
+from generator.rollout import Rollout
 from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from trainer.learner_setup import LearnerSpec
 from trainer.placement import ONEDNN_PRIMITIVES
@@ -50,10 +51,34 @@ def tiny_llama(seed: int) -> torch.nn.Module:
     return LlamaForCausalLM(config).float().eval()
 
 
+def change_a_little(model: Any, seed: int) -> None:
+    """Some elements of most tensors of a tiny model, tied ones and norms among them; one becomes -0.0."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            if number % 5 != 4:
+                chosen = torch.rand_like(parameter) < 0.02
+                parameter[chosen] += 0.3 * torch.randn_like(parameter)[chosen]
+        model.model.layers[1].mlp.up_proj.weight[seed, 0] = -0.0
+
+
 def next_token_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
     """``[len(token_ids) - 1, vocabulary]``: log-probabilities of what follows each token but the last."""
     with torch.no_grad():
         return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+
+
+def assert_sampled_by(rollouts: list[Rollout], models: dict[int, torch.nn.Module]) -> None:
+    """Every token is the likeliest one under the weights of its version, with their log-probability."""
+    for rollout in rollouts:
+        tokens = [*rollout.prompt_token_ids, *rollout.response_token_ids]
+        rows = {version: next_token_logprobs(model, tokens) for version, model in models.items()}
+        assert set(rollout.versions) <= set(models)
+        columns = zip(rollout.response_token_ids, rollout.versions, rollout.logprobs, strict=True)
+        for position, (token, version, logprob) in enumerate(columns, start=len(rollout.prompt_token_ids) - 1):
+            assert token == int(rows[version][position].argmax())
+            # At temperature 0 vLLM reports the log-softmax of the raw logits.
+            assert abs(logprob - float(rows[version][position][token])) < 2e-3
 
 
 def engine_settings(folder: Any, sampling: Sampling, running: int, threads: int = 1, **changes: Any) -> EngineSettings:
@@ -134,6 +159,9 @@ class LoopClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._all(engine.finish_weight_update(weight_version or str(self.version)) for engine in self._engines)
 
+    def load_adapter(self, version: int, files: Any) -> None:
+        self._all(engine.load_adapter(version, files) for engine in self._engines)
+
     def abandon(self, reason: str) -> None:
         for engine in self._engines:
             with contextlib.suppress(Exception):  # the expected answer
@@ -171,14 +199,7 @@ class ModuleLearner:
             if self._sender is not None:
                 self._sender.close()
             self._connected = self.model
-            self._sender = WeightSender(
-                self._source(),
-                backend="gloo",
-                bucket_bytes=self._bucket_bytes,
-                timeout=120.0,
-                staging=self._staging,
-                deltas=self._deltas,
-            )
+            self._sender = self._new_sender({"backend": "gloo", "bucket_bytes": self._bucket_bytes, "timeout": 120.0})
             await self.connect()
         return self._sender.prepare(base)
 
@@ -188,6 +209,9 @@ class ModuleLearner:
         client = LoopClient(self._engines, asyncio.get_running_loop())
         members = group_size(client.workers)
         await asyncio.to_thread(self._sender.connect_client, client, "127.0.0.1", 0, members)
+
+    def _new_sender(self, options: dict[str, Any]) -> WeightSender:
+        return WeightSender(self._source(), staging=self._staging, deltas=self._deltas, **options)
 
     def _source(self) -> DeepSpeedSource:
         sent = self._sent or self.model

@@ -30,6 +30,7 @@ from trainer.placement import (
     has_evaluation_engine,
     learner_gpus,
     pool_settings,
+    pushes_adapters,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -144,6 +145,7 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool, po
         transfer_timeout=INNER_SHARE * sync.timeout,
         staging=sync.staging_device if sync.staging and training else None,
         deltas=sync.delta and training,
+        adapters=pushes_adapters(config),
         pool=pool,
     )
 
@@ -236,6 +238,7 @@ def _parts(
     sampling = settings.sampling
     verification = _verification(config, inputs, settings.max_model_len)
     for_evaluation = [_evaluation_pusher(config, learner, pool, verification) for pool in others]
+    adapters = pushes_adapters(config)
     return Parts(
         config=config,
         prompts=inputs.prompts,
@@ -251,8 +254,8 @@ def _parts(
             drain_timeout=config.weight_sync.drain_timeout if config.weight_sync.mode == "wait" else 0.0,
             verification=verification,
             staged=config.weight_sync.staging,
-            deltas=config.weight_sync.delta,
-            dense_every=config.weight_sync.dense_every,
+            deltas=config.weight_sync.delta or adapters,
+            dense_every=0 if adapters else config.weight_sync.dense_every,
         ),
         admission=Admission(
             batch_prompts=config.batch.prompts,

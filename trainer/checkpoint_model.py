@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.learner_setup import CHECKPOINT_TAG, DTYPES, save_tokenizer
+from trainer.lora import RECORD_FILE
 from trainer.model import ResolvedModel
 
 LANGUAGE_MODEL = "model."
@@ -31,8 +32,13 @@ def write_checkpoint_model(learner: Path, base: ResolvedModel, trust_remote_code
 
     Configuration and tokenizer are those of ``base``, the model that the run started from; weights get its dtype.
     Raises ``FileNotFoundError`` when there is no learner checkpoint, ``ValueError`` when its weights are not those of
-    such a model.
+    such a model, or are an adapter's alone.
     """
+    if (learner / RECORD_FILE).is_file():
+        raise ValueError(
+            f"the checkpoint in {learner} holds an adapter (learner.lora), not a model; the `export` folder of a run "
+            "that is done holds the model with the adapter merged into it"
+        )
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 

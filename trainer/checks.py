@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from generator.adapter import RANKS
 from trainer import allowed
 from trainer.algorithm import combinations
 from trainer.config import CheckpointConfig, Config
@@ -200,6 +201,42 @@ def _check_parallelism(config: Config) -> None:
             "`learner.offload=true` with `hardware=cpu` saves nothing: the learner is in CPU memory anyway"
         )
     _check_backend(config)
+    _check_lora(config)
+
+
+def _check_lora(config: Config) -> None:
+    lora, sync = config.learner.lora, config.weight_sync
+    if lora.rank == 0 and lora.targets:
+        raise ConfigError(
+            "`learner.lora.targets` has no effect without adapters; set `learner.lora.rank` too, such as 16"
+        )
+    if sync.lora == "merged":
+        return
+    if lora.rank == 0:
+        raise ConfigError(
+            "`weight_sync.lora=adapter` pushes an adapter, and there is none; set `learner.lora.rank`, such as 16"
+        )
+    if not lora.targets:
+        raise ConfigError(
+            "`weight_sync.lora=adapter` needs `learner.lora.targets`: engines make room for adapters when they start; "
+            "in most models all linear layers are [q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+        )
+    if config.evaluation.every and config.evaluation.engine == "dedicated":
+        raise ConfigError(
+            "`weight_sync.lora=adapter` with `evaluation.engine=dedicated`: its engine takes whole weights; use "
+            "`weight_sync.lora=merged`, or `evaluation.engine=shared`"
+        )
+    if lora.rank > RANKS[-1]:
+        raise ConfigError(
+            f"`learner.lora.rank={lora.rank}` with `weight_sync.lora=adapter`: engines take adapters up to rank "
+            f"{RANKS[-1]}; use `weight_sync.lora=merged`, which knows no bound"
+        )
+    if sync.staging or sync.delta:
+        key = "staging" if sync.staging else "delta"
+        raise ConfigError(
+            f"`weight_sync.{key}=true` with `weight_sync.lora=adapter`: after the first push little travels anyway, "
+            f"and vLLM loads an adapter in its place at once; leave `weight_sync.{key}` off"
+        )
 
 
 def _check_backend(config: Config) -> None:

@@ -125,6 +125,13 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoRAConfig:
+    rank: int = 0  # of the adapter beside each target, which alone is trained; 0: none, all weights are trained
+    alpha: float = 32.0  # an adapter's product counts alpha / rank times
+    targets: list[str] = field(default_factory=list)  # linear layers, such as q_proj; empty: all but the output head
+
+
+@dataclass
 class LearnerConfig:
     epochs: int = 1  # passes over each batch
     minibatches: int = 1  # optimizer updates of a pass, each on an equal share of the batch's prompt groups
@@ -138,6 +145,7 @@ class LearnerConfig:
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
     cpu_threads: int = 0  # 0: on CPU the cores, shared by the ranks; on GPU torch's default
     timeout: float = 1800.0  # seconds a learner call may take
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass
@@ -168,6 +176,7 @@ class WeightSyncConfig:
     staging_device: str = "device"  # how they wait: device (ready to compute with), host (as they came, to be loaded)
     delta: bool = False  # send only the elements that changed in the engines' dtype; needs a copy on both sides
     dense_every: int = 100  # versions between pushes of all weights where deltas are sent; 0: only where one is needed
+    lora: str = "merged"  # how adapters are pushed: merged (into all weights), adapter (alone, after the first push)
     verify: Any = "first"  # pushes that are proven: none, first (since engines joined), every, or n: each n-th too
     timeout: float = 120.0  # seconds each step of a push may take
     drain_timeout: float = 900.0  # mode wait: seconds until running requests must have ended

@@ -33,6 +33,7 @@ from trainer.learner_setup import (
     save_tokenizer,
 )
 from trainer.logprob_pass import batch_logprobs, kl_penalties
+from trainer.lora import Record, adapters_off, add_adapters
 from trainer.policy import PolicyModel
 from trainer.reference_model import load_reference
 from trainer.resharding import load_on_other_ranks, shard_files
@@ -47,6 +48,9 @@ from trainer.train_rollout import (
     with_second_moment_mask,
 )
 from trainer.update import Update, Updater
+from weight_sync.source import DeepSpeedSource
+
+_EXPORT_BUCKET_BYTES = 256 << 20
 
 
 class Learner:
@@ -73,6 +77,10 @@ class Learner:
         self._fed_seconds = 0.0
         wants_entropy_gradient = spec.algorithm.entropy_bonus != 0
         model = load_model(spec, spec.model_path)
+        lora = spec.learner.lora
+        self._record = Record(lora, model)
+        if lora.rank:
+            add_adapters(model, lora)
         policy = PolicyModel(model, spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         # About six times the hidden size: dense layers cost 24 H^2 a token and layer, attention 4 H per key.
@@ -81,10 +89,16 @@ class Learner:
             register_head(policy)
         self._interrupt.watch_layers(policy)
         self._engine, *_ = deepspeed.initialize(
-            model=policy, optimizer=lambda parameters: adamw(parameters, spec), config=deepspeed_config(spec)
+            model=policy,
+            model_parameters=[parameter for parameter in policy.parameters() if parameter.requires_grad],
+            optimizer=lambda parameters: adamw(parameters, spec),
+            config=deepspeed_config(spec),
         )
-        wants_reference = spec.algorithm.kl.coefficient > 0
-        self._reference: Any = load_reference(spec, vocabulary, self._device) if wants_reference else None
+        self._wants_reference = spec.algorithm.kl.coefficient > 0
+        # The weights that a run with adapters starts from are there already.
+        self._base_is_reference = lora.rank > 0 and spec.algorithm.kl.model is None
+        own_reference = self._wants_reference and not self._base_is_reference
+        self._reference: Any = load_reference(spec, vocabulary, self._device) if own_reference else None
         if self._reference is not None:
             self._interrupt.watch_layers(self._reference)
         self._updater = Updater(
@@ -176,33 +190,52 @@ class Learner:
 
         Advantages are not looked at: they are computed afterwards. Raises ``RuntimeError`` without a reference.
         """
-        if self._reference is None:
+        if not self._wants_reference:
             raise RuntimeError("algorithm.kl.coefficient is 0: the learner has no reference model")
         current = self._current_logprobs(rollouts, feed_all=True)
-        reference = self._logprobs_under(self._reference, rollouts, feed_all=True)
+        reference = self._reference_logprobs(rollouts, feed_all=True)
         return kl_penalties(rollouts, current, reference, self._algorithm.kl)
 
     def save(self, folder: str | Path) -> None:
-        """Write weights, optimizer state and step count into ``folder``, from which :meth:`load` continues exactly."""
+        """Write weights, optimizer state and step count into ``folder``, from which :meth:`load` continues exactly.
+
+        With adapters their weights alone are written, not those of the model that they are for.
+        """
         state = {"steps_done": self._steps_done}
-        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG, client_state=state, save_latest=False)
+        if self.rank == 0:
+            self._record.write(folder)
+        self._engine.save_checkpoint(
+            str(folder),
+            tag=CHECKPOINT_TAG,
+            client_state=state,
+            save_latest=False,
+            exclude_frozen_parameters=self.spec.learner.lora.rank > 0,
+        )
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by :meth:`save` at the same ZeRO stage, on as many ranks or on others.
 
-        Raises ``FileNotFoundError`` when there is no learner checkpoint in it, ``ValueError`` for another stage.
+        Raises ``FileNotFoundError`` when there is no learner checkpoint in it, and ``ValueError`` for one of another
+        stage, of other adapters, or of an adapter to another model.
         """
         files = Path(folder) / CHECKPOINT_TAG
         if not files.is_dir():
             raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
+        self._record.check(folder)
         saved_by = len(shard_files(files))
         if (saved_by > 0) != (self._engine.zero_optimization_stage() > 0):
             raise ValueError(
                 f"the checkpoint in {folder} was written {'with' if saved_by else 'without'} learner.zero_stage, and "
                 f"the run has {self.spec.learner.zero_stage}; the stage must stay"
             )
+        if saved_by not in (0, self.world_size) and self.spec.learner.lora.rank:
+            raise ValueError(
+                f"the checkpoint of adapters in {folder} was written by {saved_by} ranks, and the run has "
+                f"{self.world_size}; with learner.lora the number of ranks must stay"
+            )
         if saved_by in (0, self.world_size):
-            loaded, state = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+            whole = self.spec.learner.lora.rank == 0
+            loaded, state = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG, load_module_strict=whole)
             if loaded is None:
                 raise FileNotFoundError(f"the learner checkpoint in {folder} is incomplete; DeepSpeed cannot read it")
         else:
@@ -212,20 +245,19 @@ class Learner:
         self._steps_done = int(state.get("steps_done", updates))
 
     def export(self, folder: str | Path) -> None:
-        """Write a folder that transformers and vLLM load directly: configuration, safetensors weights, tokenizer."""
-        import deepspeed
+        """Write a folder that transformers and vLLM load directly: configuration, safetensors weights, tokenizer.
 
+        Adapters are merged into the weights.
+        """
         model = self._engine.module.model
-        state: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            sharded = [parameter] if self.spec.learner.zero_stage == 3 else []
-            with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
-                if self.rank == 0:
-                    state[name] = parameter.detach().cpu().clone() if sharded else parameter.detach().cpu()
+        source = DeepSpeedSource(self._engine, prefix="model.", bucket_bytes=_EXPORT_BUCKET_BYTES)
         if self.rank == 0:
-            state |= {name: buffer for name, buffer in model.state_dict().items() if name not in state}
+            state = {name: tensor.cpu() for name, tensor in source}
             model.save_pretrained(str(folder), state_dict=state)
             save_tokenizer(self.spec.model_path, self.spec.trust_remote_code, folder)
+        else:
+            source.begin_pass()
+            source.finish_pass()
         dist.barrier()
 
     def close(self) -> None:
@@ -259,9 +291,16 @@ class Learner:
                 rollouts = with_second_moment_mask(rollouts, before, limit)
             if self._algorithm.proximal == "recomputed":
                 rollouts = with_proximal(rollouts, before)
-        if self._reference is not None and self._algorithm.kl.place == "loss":
-            rollouts = with_reference(rollouts, self._logprobs_under(self._reference, rollouts))
+        if self._wants_reference and self._algorithm.kl.place == "loss":
+            rollouts = with_reference(rollouts, self._reference_logprobs(rollouts))
         return rollouts
+
+    def _reference_logprobs(self, rollouts: Sequence[TrainRollout], feed_all: bool = False) -> Tensor:
+        """Of the reference model, ``[N]`` over all response tokens of the rollouts that are fed."""
+        if not self._base_is_reference:
+            return self._logprobs_under(self._reference, rollouts, feed_all)
+        with adapters_off(self._engine.module):
+            return self._current_logprobs(rollouts, feed_all)
 
     def _current_logprobs(
         self, rollouts: Sequence[TrainRollout], feed_all: bool = False, temperature: float | None = None

@@ -19,8 +19,10 @@ from trainer.learner_error import LearnerError
 from trainer.learner_setup import LearnerSpec
 from trainer.step_metrics import StepResult
 from trainer.train_rollout import TrainRollout
+from weight_sync.source import DeepSpeedSource
 
 if TYPE_CHECKING:
+    from weight_sync.lora import LoraPart
     from weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -85,24 +87,32 @@ class LearnerActor:
         timeout: float,
         staging: str | None,
         deltas: bool,
+        adapters: bool,
     ) -> None:
-        from weight_sync.sender import WeightSender
-        from weight_sync.source import DeepSpeedSource
-
         if pool not in self._senders:
-            dtype = getattr(torch, self._learner.spec.dtype)
-            source = DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes)
-            self._senders[pool] = WeightSender(
-                source,
-                backend=backend,
-                rank=self._learner.rank,
-                bucket_bytes=bucket_bytes,
-                timeout=timeout,
-                staging=staging,
-                deltas=deltas,
-                ranks=self._learner.world_size,
-            )
+            options: dict[str, Any] = {
+                "backend": backend,
+                "rank": self._learner.rank,
+                "bucket_bytes": bucket_bytes,
+                "timeout": timeout,
+            }
+            if adapters:
+                from weight_sync.adapter_sender import AdapterSender
+
+                self._senders[pool] = AdapterSender(
+                    self._source("base", bucket_bytes), self._source("adapter", bucket_bytes), **options
+                )
+            else:
+                from weight_sync.sender import WeightSender
+
+                ranks = self._learner.world_size
+                source = self._source("merged", bucket_bytes)
+                self._senders[pool] = WeightSender(source, staging=staging, deltas=deltas, ranks=ranks, **options)
         self._senders[pool].connect(engines, names, workers, address, port)
+
+    def _source(self, part: LoraPart, bucket_bytes: int) -> DeepSpeedSource:
+        dtype = getattr(torch, self._learner.spec.dtype)
+        return DeepSpeedSource(self._learner.engine, prefix="model.", dtype=dtype, bucket_bytes=bucket_bytes, lora=part)
 
     def prepare_push(self, pool: str, base: int | None) -> Manifest:
         return self._senders[pool].prepare(base)
@@ -199,11 +209,13 @@ class LearnerGroup:
         transfer_timeout: float,
         staging: str | None = None,
         deltas: bool = False,
+        adapters: bool = False,
         pool: str = TRAINING,
     ) -> None:
         """Build the transfer group between rank 0 and the engines of a pool, again after a failed push.
 
-        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``. Weights travel in the
+        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``; with ``adapters`` a
+        :class:`weight_sync.adapter_sender.AdapterSender` takes its place. Weights travel in the
         dtype of the forward pass, which is also the engines'.
         """
         await self._call(
@@ -219,6 +231,7 @@ class LearnerGroup:
             transfer_timeout,
             staging,
             deltas,
+            adapters,
         )
 
     async def prepare(self, base: int | None = None, pool: str = TRAINING) -> Manifest:

@@ -44,6 +44,11 @@ def engine_transfer_backend(config: Config) -> str:
     return "nccl_delta" if backend == "nccl" and config.weight_sync.delta else backend
 
 
+def pushes_adapters(config: Config) -> bool:
+    """Whether engines hold the model and its adapter apart, and pushes bring the adapter alone."""
+    return config.learner.lora.rank > 0 and config.weight_sync.lora == "adapter"
+
+
 def prompt_limit(config: Config, model: ResolvedModel) -> int:
     """The longest prompt, in tokens, that leaves room for the response budget.
 
@@ -133,6 +138,8 @@ def engine_settings(
         trust_remote_code=config.model.trust_remote_code,
         # vLLM's default on CPU is 128: prompts shorter than that would never be shared within a group.
         block_size=CPU_BLOCK_SIZE if on_cpu else None,
+        lora_rank=config.learner.lora.rank if pushes_adapters(config) else 0,
+        lora_targets=tuple(config.learner.lora.targets),
         executor=("uni" if engine.tensor_parallel == 1 else SEVERAL_WORKERS) if on_cpu else None,
         prestart_core=on_cpu,
         environment=engine_environment(config, number) if on_cpu else gpu_environment(config),

@@ -46,11 +46,18 @@ class Client(Protocol):
     def abandon(self, reason: str) -> None: ...
 
 
+class AdapterClient(Client, Protocol):
+    """A client of engines that hold an adapter beside their weights."""
+
+    def load_adapter(self, version: int, files: Any) -> None: ...
+
+
 class EngineClient:
     """Drives the weight updates of several engines as one.
 
     ``engines`` are Ray actor handles with the methods ``init_weight_transfer_engine(request)``,
-    ``start_weight_update()``, ``update_weights(request)`` and ``finish_weight_update(weight_version)``.
+    ``start_weight_update()``, ``update_weights(request)`` and ``finish_weight_update(weight_version)``, and where
+    adapters are pushed alone ``load_adapter(version, files)``.
     ``workers_per_engine`` counts each engine's workers; ``timeout`` bounds each call, in seconds. ``version`` is the
     policy version that the update in progress brings: vLLM's trainer engines finish an update without naming one.
 
@@ -99,6 +106,13 @@ class EngineClient:
             weight_version = str(self.version)
         self._call("finish_weight_update", [(weight_version,)] * len(self._engines))
         self._updating = False
+
+    def load_adapter(self, version: int, files: Any) -> None:
+        """Have every engine compute with the adapter in ``files``, of which there is one copy on each node."""
+        import ray
+
+        stored = ray.put(files)
+        self._call("load_adapter", [(version, stored)] * len(self._engines))
 
     def abandon(self, reason: str) -> None:
         """After a failure, end the update in every engine that is still in one, so that the next can start.

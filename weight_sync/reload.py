@@ -111,6 +111,7 @@ class LayerwiseUpdate:
 
     def _explain(self, path: str, layer: torch.nn.Module, missing: int) -> list[str]:
         """Name what is missing in a layer: the parts of a fused one, else its parameters."""
+        path = path.removesuffix(".base_layer")  # under which vLLM keeps a layer that can have an adapter
         parent, _, leaf = path.rpartition(".")
         fused = getattr(self._model, "packed_modules_mapping", {}).get(leaf, [])
         parts = [f"{parent}.{part}.{name}" for part in fused for name in layer._parameters]

@@ -19,9 +19,11 @@ from trainer.batching import Packing
 from trainer.checks import ConfigError, all_keys, check, get
 from trainer.config import Config
 from trainer.help import config_groups, field_comments, rows
+from weight_sync.lora import LoraPart
 from weight_sync.verification import VerifyWord
 
 GSPO = {"algorithm.objective": "gspo", "algorithm.proximal": "behaviour", "algorithm.correction.weight": "none"}
+ADAPTER = {"learner.lora.rank": 16, "learner.lora.targets": ["q_proj", "v_proj"], "weight_sync.lora": "adapter"}
 REINFORCE = {"algorithm.objective": "reinforce"}
 STREAMING = {"batch.streaming": True}
 
@@ -134,6 +136,14 @@ STREAMING = {"batch.streaming": True}
         ({"weight_sync.backend": "gloo", "hardware": "cluster"}, ["hardware=cluster", "weight_sync.backend=nccl"]),
         ({"weight_sync.staging": True, "hardware": "gpu"}, ["`weight_sync.staging=true`", "hardware=cpu"]),
         ({"weight_sync.staging_device": "hots"}, ["device, host", "did you mean `host`"]),
+        ({"weight_sync.lora": "adaptor"}, ["merged, adapter", "did you mean `adapter`"]),
+        ({"weight_sync.lora": "adapter"}, ["weight_sync.lora=adapter", "learner.lora.rank"]),
+        ({"learner.lora.targets": ["q_proj"]}, ["learner.lora.targets", "no effect", "learner.lora.rank"]),
+        ({"learner.lora.rank": 4, "learner.lora.alpha": 0.0}, ["learner.lora.alpha=0", "greater than 0"]),
+        (ADAPTER | {"learner.lora.targets": []}, ["weight_sync.lora=adapter", "learner.lora.targets", "q_proj"]),
+        (ADAPTER | {"learner.lora.rank": 600}, ["learner.lora.rank=600", "512", "weight_sync.lora=merged"]),
+        (ADAPTER | {"weight_sync.staging": True}, ["weight_sync.staging=true", "weight_sync.lora=adapter"]),
+        (ADAPTER | {"weight_sync.delta": True}, ["weight_sync.delta=true", "weight_sync.lora=adapter"]),
         ({"weight_sync.dense_every": -1}, ["weight_sync.dense_every=-1", "at least 0"]),
     ],
 )
@@ -178,6 +188,8 @@ def test_uncorrected_training_is_possible_when_asked_for_by_name():
         {"algorithm.kl.coefficient": 0.1},
         {"algorithm.kl.coefficient": 0.1, "algorithm.kl.estimator": "k1", "algorithm.kl.place": "reward"},
         {"learner.offload": True, "learner.zero_stage": 1, "hardware": "gpu"},
+        ADAPTER,
+        {"learner.lora.rank": 16, "weight_sync.staging": True, "weight_sync.delta": True},
     ],
     ids=str,
 )
@@ -232,6 +244,7 @@ def test_every_checked_key_exists_and_its_default_is_allowed():
         ("learner.packing", get_args(Packing)),
         ("weight_sync.mode", get_args(PushMode)),
         ("weight_sync.kv_cache", get_args(KvCache)),
+        ("weight_sync.lora", set(get_args(LoraPart)) - {"base"}),
         ("weight_sync.verify", get_args(VerifyWord)),
     ],
 )

@@ -1,4 +1,7 @@
-"""An environment through the real stack: vLLM samples the turns, the learner reads observations without a loss."""
+"""An environment through the real stack: vLLM samples the turns, the learner reads observations without a loss.
+
+The model is trained by an adapter that is pushed alone: a run of its own for that would show nothing more.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def run_dir(tmp_path_factory) -> Path:
     overrides = [
         "recipe=ci_tiny", "task=tests.trainer.echo_task.Echo", f"steps={STEPS}", f"run_dir={folder}", "hardware=cpu",
         "engine.max_model_len=128", "logger.rollouts.every=1", "logger.wandb.mode=disabled",
+        "learner.lora.rank=4", "learner.lora.targets=[q_proj,v_proj,down_proj]", "weight_sync.lora=adapter",
+        "weight_sync.verify=every",
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "trainer", *overrides], capture_output=True, text=True, timeout=900, cwd=ROOT,
@@ -66,3 +71,15 @@ def test_the_summary_counts_sampled_tokens_only(run_dir):
     assert summary["tokens/generated"] == sampled
     assert summary["tokens/generated"] == summary["tokens/trained"] + summary["tokens/expired"]
     assert summary["tokens/lost"] == 0
+
+
+def test_the_adapter_alone_is_pushed_after_each_step_and_the_checkpoint_holds_it_without_its_base(run_dir):
+    first, *steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert first["push/bytes"] > 0
+    for step in steps:
+        assert 0 < step["push/bytes"] < step["push/dense_bytes"]
+        assert step["push/canary_engines"] == 1
+    exported = (run_dir / "export" / "model.safetensors").stat().st_size
+    checkpoint = run_dir / "checkpoints" / f"step_{STEPS}" / "learner"
+    assert json.loads((checkpoint / "lora.json").read_text())["rank"] == 4
+    assert sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) < exported

@@ -23,7 +23,7 @@ from tests.trainer.plain_loop import (
     tiny_model,
 )
 from trainer.checkpoint_model import checkpoint_weights
-from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerConfig, OptimizerConfig
+from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerConfig, LoRAConfig, OptimizerConfig
 from trainer.learner import Learner
 from trainer.learner_setup import LearnerSpec
 from trainer.train_rollout import TrainRollout
@@ -43,6 +43,7 @@ M2PO = {
         correction=CorrectionConfig(weight="none", second_moment=0.2),
     )
 }
+LORA = LoRAConfig(rank=4, targets=["q_proj", "up_proj"])
 IN_REWARD = AlgorithmConfig(kl=KLConfig(coefficient=0.3, estimator="k1", place="reward"))
 
 
@@ -54,6 +55,7 @@ def spec(folder: Path, **changes: Any) -> LearnerSpec:
         logprob_chunk=7,
         gradient_checkpointing=changes.pop("gradient_checkpointing", False),
         offload=changes.pop("offload", False),
+        lora=changes.pop("lora", LoRAConfig()),
         epochs=changes.pop("epochs", 1),
         minibatches=changes.pop("minibatches", 1),
         cpu_threads=1,  # threads of a model this small do nothing but wait for one another
@@ -166,10 +168,12 @@ def worker(rank: int, world: int, port: int, folder: Path, others: Path) -> None
     for name, changes in NOT_FINITE.items():
         results[f"not finite: {name}"] = not_finite(learner, changes, folder, rank)
     for stage in (0, 3):
-        one = learner(stage=stage, algorithm=IN_REWARD)
-        one.train(batch(0), version=0)
-        results[f"penalties {stage}"] = (one.kl_penalties(batch(1)), exported(one, folder / "export", rank))
-        one.close()
+        results[f"penalties {stage}"] = penalties(learner, folder, rank, stage=stage)
+    for stage in (0, 2, 3):
+        results[f"adapters {stage}"] = adapters_continued(learner, {"stage": stage, "lora": LORA}, folder, rank)
+    for stage in (0, 3):
+        results[f"penalties of adapters {stage}"] = penalties(learner, folder, rank, stage=stage, lora=LORA)
+    results["adapters in bfloat16"] = adapters_in_bfloat16(learner, folder, rank)
     for stage in (0, 2, 3) if world == 1 else ():
         results[f"interrupted {stage}"] = interrupted(learner, stage, folder, rank)
     if world == 1:
@@ -219,6 +223,24 @@ def two_steps(
     return metrics, weights
 
 
+def penalties(learner: Any, folder: Path, rank: int, **changes: Any) -> tuple[list[float], dict]:
+    """What a penalty takes from the second batch after a step on the first, and the weights then."""
+    one = learner(algorithm=IN_REWARD, **changes)
+    one.train(batch(0), version=0)
+    seen = one.kl_penalties(batch(1)), exported(one, folder / "export", rank)
+    one.close()
+    return seen
+
+
+def adapters_in_bfloat16(learner: Any, folder: Path, rank: int) -> tuple[list[dict], dict]:
+    """Metrics of three steps with the KL penalty towards the base, and the weights."""
+    one = learner(stage=2, dtype="bfloat16", lora=LORA, algorithm=SEVERAL["algorithm"])
+    metrics = [one.train(batch(0), version=0).metrics for _ in range(3)]
+    weights = exported(one, folder / "export", rank)
+    one.close()
+    return metrics, weights
+
+
 def continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[dict, ...]:
     """Weights after a step, those that the checkpoint behind it holds, those after a second step, and those after one
     in a new learner that has loaded the checkpoint."""
@@ -231,6 +253,18 @@ def continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) ->
     uninterrupted = exported(one, folder / "export", rank)
     one.close()
     return saved, read, uninterrupted, loaded_and_trained(learner, changes, folder, folder, rank)[1]
+
+
+def adapters_continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[dict, dict]:
+    """Weights of two steps in one go, and with a save and a load in a new learner in between."""
+    kept = folder / f"adapters {changes['stage']}"
+    one = learner(**changes)
+    one.train(batch(0), version=0)
+    one.save(kept / "checkpoint")
+    one.train(batch(1), version=1)
+    uninterrupted = exported(one, folder / "export", rank)
+    one.close()
+    return uninterrupted, loaded_and_trained(learner, changes, kept, folder, rank)[1]
 
 
 def loaded_and_trained(
@@ -476,12 +510,44 @@ def test_tokens_that_m2po_drops_are_those_of_the_whole_batch_on_any_number_of_ra
 @pytest.mark.engine
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rollout_pays_for_what_it_has_become_likelier_than_under_the_weights_at_start(results, stage):
-    penalties, weights = results[1][f"penalties {stage}"]
+    assert_pays(*results[1][f"penalties {stage}"])
+
+
+def assert_pays(penalties: list[float], weights: dict[str, torch.Tensor]) -> None:
+    """The penalties are those of the exported weights against the weights at start."""
     model, start = tiny_model(), tiny_model()
     model.load_state_dict(weights, strict=False)
     for r, paid in zip(batch(1), penalties, strict=True):
         moved = (response_logprobs(model, r) - response_logprobs(start, r)).detach()
         assert paid == pytest.approx(0.3 * float((moved * torch.tensor(r.loss_mask)).sum()), abs=1e-5)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_of_a_model_with_adapters_their_targets_change_alone_and_a_loaded_checkpoint_continues_exactly(
+    results, start, stage
+):
+    uninterrupted, resumed = results[1][f"adapters {stage}"]
+    assert uninterrupted.keys() == resumed.keys() == start.keys()
+    for name, weight in uninterrupted.items():
+        assert torch.equal(weight, resumed[name]), name
+        assert torch.equal(weight, start[name]) == (not name.endswith(("q_proj.weight", "up_proj.weight"))), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 3])
+def test_with_adapters_a_rollout_pays_for_what_it_has_become_likelier_than_under_the_base(results, stage):
+    assert_pays(*results[1][f"penalties of adapters {stage}"])
+
+
+@pytest.mark.engine
+def test_adapters_are_trained_in_bfloat16_too_from_a_base_that_is_the_reference(results, start):
+    metrics, weights = results[1]["adapters in bfloat16"]
+    assert metrics[0]["policy/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[-1]["policy/reference_kl"] > 0
+    for name, weight in weights.items():
+        same = torch.equal(weight, start[name].bfloat16())
+        assert same == (not name.endswith(("q_proj.weight", "up_proj.weight"))), name
 
 
 @pytest.mark.engine

@@ -1,5 +1,7 @@
 """The control plane over real Ray actors that stand in for engine actors."""
 
+import re
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -64,6 +66,9 @@ def actors() -> Iterator[list[Any]]:
         def finish_weight_update(self, weight_version: str | None = None) -> None:
             self._do("finish", weight_version)
 
+        def load_adapter(self, version: int, files: Any) -> None:
+            self._do("adapter", (version, files))
+
     yield [Recorder.remote(), Recorder.remote()]
     ray.shutdown()
 
@@ -95,6 +100,12 @@ def test_every_engine_joins_at_its_own_rank_and_finishes_with_the_version_of_the
             ("update", {"names": ["w"]}),
             ("finish", "4"),
         ]
+
+
+def test_every_engine_is_handed_the_adapter_itself(actors):
+    _prime(actors)
+    EngineClient(actors, workers_per_engine=[1, 2], timeout=60).load_adapter(5, {"weights": b"123"})
+    assert _history(actors) == [[("adapter", (5, {"weights": b"123"}))]] * 2
 
 
 def test_the_failure_of_one_engine_is_raised_with_its_name_the_step_and_the_cause(actors):
@@ -132,6 +143,11 @@ def test_an_engine_that_never_joins_is_blamed_and_not_the_one_that_waits_for_it(
     with pytest.raises(PushError, match=r"connect in right: .* 127\.0\.0\.1:\d+ .*: rank 2 did not come") as caught:
         sender.connect(actors, ["left", "right"], [1, 1], "127.0.0.1", 0)
     assert caught.value.engine == "right"
+    port = int(re.search(r"127\.0\.0\.1:(\d+)", str(caught.value))[1])
+    with socket.socket() as probe:  # nobody listens there any more
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        probe.listen()
     with pytest.raises(PushError, match="connect before the push"):
         sender.send(0)
 

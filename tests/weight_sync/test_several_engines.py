@@ -16,7 +16,14 @@ from generator.engine import Engine
 from generator.launch import SEVERAL_WORKERS
 from generator.resume import Sampling
 from generator.rollout import Rollout
-from tests.tiny import VOCABULARY, ModuleLearner, engine_settings, next_token_logprobs, tiny_llama
+from tests.tiny import (
+    VOCABULARY,
+    ModuleLearner,
+    change_a_little,
+    engine_settings,
+    next_token_logprobs,
+    tiny_llama,
+)
 from weight_sync.canary import TOLERANCES, canary_sequences
 from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.source import DeepSpeedSource
@@ -44,6 +51,10 @@ class Engines:
     async def close_gate(self) -> None:
         for engine in self.engines:
             await engine.pause()
+
+    async def swap(self, version: int) -> None:
+        for engine in self.engines:
+            await engine.swap(version)
 
     async def confirm(self, version: int, manifest: Any) -> None:
         for engine in self.engines:
@@ -176,3 +187,19 @@ async def test_after_a_sender_that_died_in_mid_stream_both_engines_take_the_next
     assert engines[1].version == served
     other = tiny_llama(2)
     await assert_served(engines, other, await push(engines, other))
+
+
+@pytest.mark.parametrize("staging", [None, "device", "host"])
+async def test_staged_pushes_and_deltas_reach_every_worker_of_a_split_engine_and_are_served_exactly(engines, staging):
+    live = tiny_llama(5)
+    learner = ModuleLearner(live, engines, staging=staging, deltas=True)
+    staged = staging is not None
+    pusher = Pusher(learner, Engines(engines), timeout=120.0, verification=EVERY, staged=staged, deltas=True)
+    report = await pusher.push(next(versions))
+    assert report.bytes == report.dense_bytes
+    await assert_served(engines, live, report)
+    for seed in range(2):
+        change_a_little(live, seed)
+        report = await pusher.push(next(versions))
+        assert 0 < report.bytes < 0.1 * report.dense_bytes
+        await assert_served(engines, live, report)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from generator.engine import Engine
-from tests.tiny import CONTEXT, VOCABULARY, ModuleLearner, OneEngine, tiny_llama
+from tests.tiny import CONTEXT, VOCABULARY, ModuleLearner, OneEngine, change_a_little, tiny_llama
 from weight_sync import gloo_trainer
 from weight_sync.canary import canary_sequences
 from weight_sync.digest import digest
@@ -22,17 +22,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
 EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 versions = itertools.count(2000)
-
-
-def change_a_little(model: torch.nn.Module, seed: int) -> None:
-    """Some elements of most tensors, tied ones and norms among them; one becomes -0.0."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            if number % 5 != 4:
-                chosen = torch.rand_like(parameter) < 0.02
-                parameter[chosen] += 0.3 * torch.randn_like(parameter)[chosen]
-        model.model.layers[1].mlp.up_proj.weight[seed, 0] = -0.0
 
 
 def digests_of(model: torch.nn.Module) -> dict[str, int]:

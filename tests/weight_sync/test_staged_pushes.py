@@ -19,7 +19,7 @@ from tests.tiny import (
     VOCABULARY,
     ModuleLearner,
     OneEngine,
-    next_token_logprobs,
+    assert_sampled_by,
     tiny_llama,
 )
 from weight_sync import gloo_trainer
@@ -76,19 +76,6 @@ async def push(engine: Engine, learner: ModuleLearner) -> PushReport:
 
 def generation(engine: Engine) -> asyncio.Task[Any]:
     return asyncio.create_task(engine.generate([Rollout(str(n), (5 + n, 17, 3)) for n in range(4)]))
-
-
-def assert_sampled_by(rollouts: list[Rollout], models: dict[int, torch.nn.Module]) -> None:
-    """Every token is the likeliest one under the weights of its version, with their log-probability."""
-    for rollout in rollouts:
-        tokens = [*rollout.prompt_token_ids, *rollout.response_token_ids]
-        rows = {version: next_token_logprobs(model, tokens) for version, model in models.items()}
-        assert set(rollout.versions) <= set(models)
-        columns = zip(rollout.response_token_ids, rollout.versions, rollout.logprobs, strict=True)
-        for position, (token, version, logprob) in enumerate(columns, start=len(rollout.prompt_token_ids) - 1):
-            assert token == int(rows[version][position].argmax())
-            # At temperature 0 vLLM reports the log-softmax of the raw logits.
-            assert logprob == pytest.approx(float(rows[version][position][token]), abs=2e-3)
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])
