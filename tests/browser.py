@@ -74,6 +74,11 @@ class Tab:
         picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(picture["data"]))
 
+    def end(self) -> None:
+        """End the browser."""
+        self._session = ""
+        self.call("Browser.close")
+
     def _next(self) -> dict[str, Any]:
         data = bytearray()
         while (byte := self._from.read(1)) != b"\0":
@@ -115,7 +120,10 @@ def browser(executable: str, profile: Path) -> Iterator[Tab]:
     os.close(command_out)
     os.close(answer_in)
     try:
-        yield Tab(command_in, answer_out)
+        tab = Tab(command_in, answer_out)
+        yield tab
+        tab.end()  # it ends its own processes, which would go on writing into the profile
+        process.wait(timeout=30)
     finally:
         process.kill()
         process.wait()

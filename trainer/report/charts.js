@@ -9,9 +9,24 @@ const NAMES = {
 };
 
 function label(name) {
-  const lag = name.match(/^by_lag\/(\d+)\//);
-  if (lag) return `age ${lag[1]}`;
+  const lag = name.match(/^by_lag\/([^/]+)\//);
+  if (lag) return `age ${lag[1].replaceAll("_", " ")}`;
   return NAMES[name] || name.slice(name.indexOf("/") + 1).replace(/_(seconds|tokens_per_second|fraction)$/, "").replaceAll("_", " ");
+}
+
+/** Of a chart whose metrics never change within a run, what they are: "stop 1"; else null. */
+function constant(spec) {
+  const names = spec.kind === "stack" ? [] : [...spec.metrics, ...(spec.band || []), ...spec.points];
+  if (DATA.runs.every((run) => run.steps < 2)) return null;
+  const texts = [];
+  for (const run of DATA.runs) {
+    for (const name of names) {
+      const seen = new Set((run.columns[name] || run.evaluations[name] || []).filter((value) => value !== null));
+      if (seen.size > 1) return null;
+      for (const value of seen) texts.push(`${DATA.runs.length > 1 ? `${run.label}: ` : ""}${label(name)} ${short(value)}`);
+    }
+  }
+  return texts.length ? texts.join(", ") : null;
 }
 
 /** The figure of a chart; a stack, and one by age, has a panel a run. */
@@ -19,13 +34,11 @@ function chart(spec) {
   const runs = DATA.runs.filter((run) => [...spec.metrics, ...spec.points].some((name) => run.columns[name] || run.evaluations[name]));
   const aged = spec.metrics.some((name) => name.startsWith("by_lag/"));
   const panels = spec.kind === "stack" || aged ? runs.map((run) => [run]) : [runs];
-  const figure = h("figure", {}, h("figcaption", {}, h("h3", {}, spec.title), h("span", { class: "quiet" }, spec.unit)));
+  const figure = h("figure", panels.length > 1 ? { class: "wide" } : {}, h("figcaption", {}, h("h3", {}, spec.title), h("span", { class: "quiet" }, spec.unit)));
   const all = panels.map((shown) => seriesOf(spec, shown, aged));
   const range = rangeOf(all.flat(), spec, runs);
-  panels.forEach((shown, place) => {
-    if (panels.length > 1) figure.append(h("div", { class: "panel" }, shown[0].label));
-    figure.append(...panel(spec, all[place], range));
-  });
+  figure.append(h("div", panels.length > 1 ? { class: "panels" } : {}, panels.map((shown, place) =>
+    h("div", {}, panels.length > 1 ? h("div", { class: "panel" }, shown[0].label) : null, ...panel(spec, all[place], range)))));
   figure.append(h("details", { class: "help" }, h("summary", {}, "What is shown"),
     h("dl", {}, spec.help.map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)]))));
   return figure;
@@ -38,17 +51,22 @@ function seriesOf(spec, runs, aged) {
     for (const name of names) {
       const points = spec.points.includes(name), columns = points ? run.evaluations : run.columns;
       if (!columns[name]) continue;
-      const place = names.indexOf(name), lags = names.length;
+      const place = names.indexOf(name), lags = names.length, phase = PHASES.find((known) => name === `push/${known}_seconds`);
       const band = name === spec.metrics[0] && spec.band ? spec.band.map((edge) => columns[edge]) : null;
       found.push({
         name, points, xs: columns.step, ys: columns[name], band: band && band[0] && band[1] ? band : null,
-        colour: several ? colour(DATA.runs.indexOf(run)) : aged ? ramp((place + 1.2) / Math.max(lags + 1, 4)).ground : colour(place),
+        colour: several ? colour(DATA.runs.indexOf(run)) : aged ? agedLine(place, lags) : phase ? phaseColour(phase) : colour(place),
         dash: several ? DASHES[place % DASHES.length] : "",
         label: several ? (names.length > 1 ? `${run.label}: ${label(name)}` : run.label) : label(name),
       });
     }
   }
   return found;
+}
+
+/** The colour of an age as a line: as on tokens, but with contrast to the ground it is drawn on. */
+function agedLine(age, ages) {
+  return `color-mix(in srgb, ${ageColour(age, ages - 1).ground} 66%, var(--text))`;
 }
 
 function rangeOf(series, spec, runs) {
@@ -62,7 +80,7 @@ function rangeOf(series, spec, runs) {
   if (stack || (low > 0 && low < 0.5 * high)) low = 0;
   if (low === high) [low, high] = low === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];
   const step = tickStep(high - low, 4);
-  return { x: [least(xs), -least(xs.map((x) => -x))], y: [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step], step };
+  return { x: [least(xs), -least(xs.map((x) => -x))], y: [Math.floor(low / step + 0.01) * step, Math.ceil(high / step - 0.01) * step], step };
 }
 
 function least(values) {
@@ -86,7 +104,7 @@ function panel(spec, series, range) {
   legend.append(at);
   const plot = h("div", { class: "plot", role: "img", "aria-label": `${spec.title}, ${spec.unit}` });
   const show = (step) => {
-    series.forEach((one, place) => (values[place].textContent = short(one.ys[nearest(one, step)])));
+    series.forEach((one, place) => (values[place].textContent = short(one.ys[spec.kind === "stack" && step === null ? one.ys.length - 1 : nearest(one, step)])));
     at.textContent = step === null ? "" : `at step ${step}`;
   };
   show(null);
@@ -112,7 +130,7 @@ function panel(spec, series, range) {
 
 /** The index of the x nearest to `step`; of the last value where `step` is null. */
 function nearest(one, step) {
-  if (step === null) return one.ys.findLastIndex((y) => y !== null);
+  if (step === null) return one.ys.length - 1 - Math.max(0, [...one.ys].reverse().findIndex((y) => y !== null));
   let best = 0;
   one.xs.forEach((x, index) => (best = Math.abs(x - step) < Math.abs(one.xs[best] - step) ? index : best));
   return best;
@@ -130,12 +148,19 @@ function axes(range, toX, toY, width) {
   for (let index = 0; index <= Math.round((range.y[1] - range.y[0]) / range.step); index++) {
     const value = range.y[0] + index * range.step, y = Math.round(toY(value)) + 0.5;
     parts.push(svg("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y, stroke: "var(--grid)" }));
-    parts.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, short(Math.abs(value) < range.step / 1e6 ? 0 : value)));
+    parts.push(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, tick(value, range.step)));
   }
   const step = Math.max(1, tickStep(range.x[1] - range.x[0] || 1, width > 500 ? 8 : 4));
   for (let x = Math.ceil(range.x[0] / step) * step; x <= range.x[1]; x += step)
     parts.push(svg("text", { x: toX(x), y: HEIGHT - 5, "text-anchor": "middle" }, short(x)));
   return parts;
+}
+
+/** The number beside a line of the grid, with as many digits as tell it from the next one. */
+function tick(value, step) {
+  if (Math.abs(value) < step / 1e6) return "0";
+  const digits = -Math.floor(Math.log10(step) + 1e-9) + (String(Number(step.toPrecision(2))).replace(/[0.]|e.*/g, "").length > 1 ? 1 : 0);
+  return step < 0.0005 || Math.abs(value) >= 1e4 ? short(value) : String(Number(value.toFixed(Math.max(0, digits))));
 }
 
 /** A line with gaps where there is no value; a value between gaps, and those of evaluations, as points. */

@@ -57,13 +57,14 @@ function runHeads() {
 }
 
 function comparison() {
-  const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.summary)))];
+  const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.summary)))].filter((name) => DATA.runs.some((run) => run.summary[name]?.[0]));
   const text = (entry) => (entry ? (entry[1] === "seconds" ? duration(entry[0]) : whole(entry[0])) : "–");
-  section("Side by side", table(runHeads(), names.map((name) => h("tr", {}, h("th", { scope: "row", title: DATA.summary_help[name] }, name),
-    DATA.runs.map((run) => h("td", { class: "number" }, text(run.summary[name])))))));
-  section("Different settings", DATA.settings.length
+  const settings = DATA.settings.length
     ? table(runHeads(), DATA.settings.map(([name, values]) => h("tr", {}, h("th", { scope: "row" }, name), values.map((value) => h("td", {}, value ?? "–")))))
-    : h("p", { class: "quiet" }, "The runs have the same settings."));
+    : h("p", { class: "quiet" }, "The runs have the same settings.");
+  const totals = table(runHeads(), names.map((name) => h("tr", {}, h("th", { scope: "row", title: DATA.summary_help[name] }, name),
+    DATA.runs.map((run) => h("td", { class: "number" }, text(run.summary[name]))))));
+  section("Side by side", h("div", { class: "pair" }, h("div", {}, h("h3", {}, "Totals that are not 0"), totals), h("div", {}, h("h3", {}, "Settings that differ"), settings)));
 }
 
 function settings() {
@@ -74,8 +75,11 @@ function settings() {
 
 header();
 if (DATA.runs.length > 1) comparison();
-for (const group of [...new Set(DATA.charts.map((spec) => spec.group))])
-  section(group, h("div", { class: "charts" }, DATA.charts.filter((spec) => spec.group === group).map(chart)));
+for (const group of [...new Set(DATA.charts.map((spec) => spec.group))]) {
+  const specs = DATA.charts.filter((spec) => spec.group === group), still = specs.filter((spec) => constant(spec) !== null);
+  section(group, h("div", { class: "charts" }, specs.filter((spec) => !still.includes(spec)).map(chart)),
+    still.length ? h("p", { class: "quiet" }, `The same in every step: ${still.map((spec) => `${spec.title} (${constant(spec)})`).join("; ")}.`) : null);
+}
 if (DATA.runs.some((run) => run.timeline)) section("Timeline", DATA.runs.filter((run) => run.timeline).map(timelineCard));
 if (DATA.runs.some((run) => run.rollouts.length)) section("Rollouts", ...rolloutsSection());
 settings();

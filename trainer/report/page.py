@@ -97,7 +97,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as many as it takes to tell them apart; numbered where they are the same."""
     parts = [path.absolute().parts for path in paths]
     depth = 1
-    while len({part[-depth:] for part in parts}) < len(parts) and depth < max(map(len, parts)):
+    while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     names = ["/".join(part[-depth:]) for part in parts]
     return [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names, start=1)]

@@ -74,7 +74,7 @@ def json_lines(path: Path, strip: str = "") -> Iterator[dict[str, Any] | None]:
 
 
 def trace_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of ``trace.json``, an event a line as it is written, so that a torn file gives all but its last one."""
+    """The events of ``trace.json``, which is written an event a line: a torn file gives all but its last one."""
     for event in json_lines(path, strip=","):
         if event is not None and "ph" in event:
             yield event

@@ -6,14 +6,15 @@ function rolloutsSection() {
   const choose = h("div", { class: "row", role: "group", "aria-label": "Step" });
   const draw = () => {
     const steps = [...new Set(state.run.rollouts.map((rollout) => rollout.step))];
-    if (!steps.includes(state.step)) state.step = steps[steps.length - 1];
+    if (!steps.includes(state.step)) state.step = telling(state.run.rollouts, steps);
     choose.replaceChildren(h("span", { class: "quiet" }, "step"), ...steps.map((step) => {
       const button = h("button", { type: "button", "aria-pressed": String(step === state.step) }, String(step));
       button.onclick = () => ((state.step = step), draw());
       return button;
     }));
     const most = -least(state.run.rollouts.flatMap((rollout) => rollout.versions.map(([version]) => version - rollout.step + 1)));
-    body.replaceChildren(scaleLegend(state.by, most), ...state.run.rollouts.filter((rollout) => rollout.step === state.step).map((rollout) => rolloutCard(rollout, most, state.by)));
+    const shown = state.run.rollouts.filter((rollout) => rollout.step === state.step);
+    body.replaceChildren(scaleLegend(state.by, most), h("div", { class: "cards" }, shown.map((rollout) => rolloutCard(rollout, most, state.by))));
   };
   const picker = h("select", { "aria-label": "Run" }, runs.map((run, place) => h("option", { value: place }, run.label)));
   picker.onchange = () => ((state.run = runs[picker.value]), draw());
@@ -21,6 +22,15 @@ function rolloutsSection() {
   by.onchange = () => ((state.by = by.value), draw());
   draw();
   return [h("div", { class: "row" }, runs.length > 1 ? picker : null, by), h("div", { style: "height:6px" }), choose, body];
+}
+
+/** The step to show first: most versions in a rollout, then most different rewards, then the latest. */
+function telling(rollouts, steps) {
+  const rank = (step) => {
+    const shown = rollouts.filter((rollout) => rollout.step === step);
+    return -1000 * least(shown.map((rollout) => -rollout.versions.length)) + new Set(shown.map((rollout) => rollout.reward)).size;
+  };
+  return steps.reduce((best, step) => (rank(step) >= rank(best) ? step : best));
 }
 
 function scaleLegend(by, most) {
@@ -36,7 +46,7 @@ function rolloutCard(rollout, most, by) {
   const parts = Object.entries(rollout.parts).map(([name, value]) => `${name} ${short(value)}`).join(", ");
   const head = h("div", { class: "row" }, fact("reward", short(rollout.reward)), fact("advantage", short(rollout.advantage)), fact("tokens", String(rollout.length)),
     fact("finish", rollout.finish), fact("versions", String(new Set(rollout.versions.map(([version]) => version)).size)), rollout.reasons.map((reason) => h("span", { class: "chip" }, reason)));
-  return h("article", { class: "card rollout" }, head, parts ? h("div", { class: "quiet" }, `reward: ${parts}`) : null,
+  return h("article", { class: `card ${rollout.length > 150 ? "wide" : ""}` }, head, parts ? h("div", { class: "quiet" }, `reward: ${parts}`) : null,
     h("details", { class: "prompt" }, h("summary", {}, "Prompt"), h("pre", {}, rollout.prompt)), tokens(rollout, most, by), versionLegend(rollout, most),
     rollout.text === null ? null : h("details", { class: "prompt", open: "" }, h("summary", {}, "Text"), h("pre", {}, rollout.text)));
 }

@@ -23,9 +23,9 @@ Row = Mapping[str, Any]
 
 
 def choose_rollouts(run: Run, texts: TokenTexts | None, count: int) -> list[dict[str, Any]]:
-    """Up to ``count`` rollouts of the run for the page, by step. ``texts`` gives their tokens; without it there are ids."""
+    """Up to ``count`` rollouts of the run for the page, by step. Without ``texts`` their tokens are shown by ids."""
     steps = spread(sorted(run.rollout_files), STEPS)
-    shown = []
+    shown: list[dict[str, Any]] = []
     for place, step in enumerate(steps):
         share = (count - len(shown)) // (len(steps) - place)
         rows = _rows(run.rollout_files[step], READ_BYTES // len(steps))
@@ -41,11 +41,14 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def interesting(rows: Sequence[Row], count: int) -> list[tuple[Row, list[str]]]:
-    """Up to ``count`` of ``rows`` with the reasons for taking them: in turn the first, then the second, by each reason."""
+    """Up to ``count`` of ``rows`` with the reasons for taking them: the first by each reason, then the second, ..."""
+    different = list({tuple(row["response_token_ids"]): row for row in reversed(rows)}.values())[::-1]
+    rows = different if len(different) >= count else rows
+    scored = sorted(filter(_has_reward, rows), key=_reward)
+    same = bool(scored) and _reward(scored[0]) == _reward(scored[-1])
     orders: list[tuple[str, list[Row]]] = [
         ("most versions", _first(rows, lambda row: -_versions(row), lambda row: _versions(row) > 1)),
-        ("highest reward", _first(rows, lambda row: -(number(row["reward"]) or 0.0), _has_reward)),
-        ("lowest reward", _first(rows, lambda row: number(row["reward"]) or 0.0, _has_reward)),
+        *([("", scored)] if same else [("highest reward", scored[::-1]), ("lowest reward", scored)]),
         ("truncated", _first(rows, lambda row: -_versions(row), lambda row: row["finish_reason"] == "length")),
         ("with observations", _first(rows, lambda row: 0, lambda row: bool(row.get("observations")))),
         ("without a reward", _first(rows, lambda row: 0, lambda row: not _has_reward(row))),
@@ -58,7 +61,7 @@ def interesting(rows: Sequence[Row], count: int) -> list[tuple[Row, list[str]]]:
                 if not known and len(chosen) >= count:
                     continue
                 reasons = chosen.setdefault(id(order[place]), (order[place], []))[1]
-                if place == 0:
+                if place == 0 and reason:
                     reasons.append(reason)
     return list(chosen.values())
 
@@ -69,8 +72,8 @@ def view(row: Row, reasons: list[str], texts: TokenTexts | None) -> dict[str, An
     pieces: Sequence[str | int] = texts(ids) if texts else ids
     head, tail = _ends(len(ids))
     kept = [*range(head), *range(len(ids) - tail, len(ids))]
-    observed = {position for start, end in row.get("observations") or () for position in range(start, end)}
-    kinds = [_kind(position in observed, bool(mask[position])) for position in kept]
+    observed = row.get("observations") or ()
+    kinds = [_kind(any(start <= place < end for start, end in observed), bool(mask[place])) for place in kept]
     return {
         "step": row["step"],
         "id": str(row.get("rollout_id", "")),
@@ -97,7 +100,8 @@ def runs(values: Iterable[Any]) -> list[tuple[Any, int]]:
 
 def _rows(path: Path, size: int) -> list[Row]:
     """The rollouts of a file, so many bytes of it; lines that are none are passed over."""
-    rows, read = [], 0
+    rows: list[Row] = []
+    read = 0
     for row in json_lines(path):
         if row is not None and _complete(row):
             rows.append(row)
@@ -108,10 +112,15 @@ def _rows(path: Path, size: int) -> list[Row]:
 
 
 def _complete(row: Row) -> bool:
-    columns = [row.get(name) for name in ("response_token_ids", "versions", "logprobs", "loss_mask")]
-    if len({len(column) if isinstance(column, list) else None for column in columns} - {None}) != 1 or None in columns:
+    """Whether a line holds a rollout as runs write them: what somebody else wrote into the file must not end here."""
+    columns: list[Any] = [row.get(name) for name in ("response_token_ids", "versions", "logprobs", "loss_mask")]
+    if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         return False
-    return {"step", "reward", "advantage", "finish_reason"} <= row.keys()
+    if not all(isinstance(value, int) and 0 <= value < 1 << 31 for column in columns[:2] for value in column):
+        return False
+    ranges, parts = row.get("observations") or [], row.get("reward_parts") or {}
+    pairs = isinstance(ranges, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in ranges)
+    return pairs and isinstance(parts, dict) and {"step", "reward", "advantage", "finish_reason"} <= row.keys()
 
 
 def _first(rows: Sequence[Row], order: Callable[[Row], float], fits: Callable[[Row], bool]) -> list[Row]:
@@ -120,6 +129,10 @@ def _first(rows: Sequence[Row], order: Callable[[Row], float], fits: Callable[[R
 
 def _versions(row: Row) -> int:
     return len(set(row["versions"]))
+
+
+def _reward(row: Row) -> float:
+    return number(row["reward"]) or 0.0
 
 
 def _has_reward(row: Row) -> bool:

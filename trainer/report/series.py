@@ -70,9 +70,9 @@ CHARTS = (
           ("push/canary_abs_diff_mean", "push/canary_abs_diff_max")),
     Chart("Staleness", "Age of trained tokens", "versions", ("staleness/token_mean", "staleness/token_max")),
     Chart("Staleness", "Where they got old", "versions", ("staleness/in_flight_mean", "staleness/queue_mean")),
-    Chart("Staleness", "Trained tokens by age", "fraction of tokens", (r"by_lag/\d+/token_fraction",), "stack"),
-    Chart("Staleness", "Mismatch by age (k3)", "nats", (r"by_lag/\d+/k3_kl",)),
-    Chart("Staleness", "Entropy by age", "nats per token", (r"by_lag/\d+/entropy",)),
+    Chart("Staleness", "Trained tokens by age", "fraction of tokens", (r"by_lag/[^/]+/token_fraction",), "stack"),
+    Chart("Staleness", "Mismatch by age (k3)", "nats", (r"by_lag/[^/]+/k3_kl",)),
+    Chart("Staleness", "Entropy by age", "nats per token", (r"by_lag/[^/]+/entropy",)),
     Chart("Staleness", "Tokens too old to learn from", "fraction of sampled tokens", ("staleness/masked_fraction",)),
     Chart("Time", "A step, from the learner's side", "seconds", ("idle/learner_seconds", "timing/train_seconds",
           "push/seconds", "timing/rest_seconds"), "stack"),
@@ -88,8 +88,8 @@ CHARTS = (
 
 _DERIVED = {
     "timing/rest_seconds": "the rest of the step: writing it down, checkpoints, and what overlaps nothing above",
-    "reward/mean-std": "one standard deviation below the mean",
-    "reward/mean+std": "one standard deviation above the mean",
+    "reward/mean-std": "one standard deviation below the mean, or the smallest reward",
+    "reward/mean+std": "one standard deviation above the mean, or the largest reward",
 }
 
 
@@ -126,10 +126,14 @@ def derived(row: Mapping[str, Any]) -> dict[str, float]:
     made = {}
     mean, std = number(row.get("reward/mean")), number(row.get("reward/std"))
     if mean is not None and std is not None:
-        made |= {"reward/mean-std": mean - std, "reward/mean+std": mean + std}
+        low, high = number(row.get("reward/min")), number(row.get("reward/max"))
+        made["reward/mean-std"] = mean - std if low is None else max(low, mean - std)
+        made["reward/mean+std"] = mean + std if high is None else min(high, mean + std)
     step = number(row.get("timing/step_seconds"))
     if step is not None:
-        parts = [number(row.get(name)) or 0.0 for name in ("idle/learner_seconds", "timing/train_seconds", "push/seconds")]
+        parts = [
+            number(row.get(name)) or 0.0 for name in ("idle/learner_seconds", "timing/train_seconds", "push/seconds")
+        ]
         made["timing/rest_seconds"] = max(0.0, step - sum(parts))
     return made
 
@@ -153,7 +157,7 @@ def _joined(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """The names that match, in the order of the patterns; names of one pattern in the order of the numbers in them."""
-    matching = []
+    matching: list[str] = []
     for pattern in patterns:
         fitting = [name for name in names if name == pattern or re.fullmatch(pattern, name)]
         matching += sorted(set(fitting) - set(matching), key=_natural)

@@ -5,12 +5,13 @@ const LANES = [["Engines: groups being sampled", 66], ["Pushes by phase", 30], [
 const LABEL = 17, AXIS = 22, WIDEST = 24000;
 
 function timelineCard(run) {
-  const lanes = run.timeline, zoomed = { factor: 1 };
+  const lanes = run.timeline, most = [[0, lanes.sampling], [3, lanes.scoring]].map(([lane, values]) => [lane, short(-least(values.map((value) => -value)))]), zoomed = { factor: 1 };
   const scroll = h("div", { class: "scroll", tabindex: 0, role: "img", "aria-label": `Timeline of ${run.label}` });
   const strip = h("div", { class: "lanes" }, scroll);
   let top = 0;
   for (const [name, height] of LANES) {
-    strip.append(h("span", { class: "lane", style: `top:${top}px` }, name));
+    const peak = most.find(([lane]) => LANES[lane][0] === name);
+    strip.append(h("span", { class: "lane", style: `top:${top}px` }, peak ? `${name}, ${peak[1]} at most` : name));
     top += LABEL + height + 6;
   }
   const draw = () => {
@@ -32,15 +33,15 @@ function timelineCard(run) {
   });
   scroll.onpointermove = scroll.onpointerdown = (event) => showTip(happening(lanes, event, scroll), event.clientX, event.clientY);
   scroll.onpointerleave = hideTip;
-  const title = DATA.runs.length > 1 ? h("h3", {}, run.label) : h("span", { class: "quiet" }, `${duration(lanes.end)} from the start of the run`);
+  const title = DATA.runs.length > 1 ? h("h3", {}, run.label) : h("span", { class: "quiet" }, `${clock(lanes.start)} to ${clock(Math.round(lanes.end))} after the start of the run`);
   return h("div", { class: "card timeline" }, h("div", { class: "row" }, title, buttons), strip, timelineLegend(lanes));
 }
 
 function picture(lanes, width) {
-  const toX = scale([0, lanes.end], [0, width]), parts = [], tops = [];
+  const toX = scale([lanes.start, lanes.end], [0, width]), ground = [], parts = [], tops = [];
   let top = 0;
   for (const [, height] of LANES) {
-    parts.push(svg("rect", { x: 0, y: top + LABEL, width, height, fill: "var(--ground)" }));
+    ground.push(svg("rect", { x: 0, y: top + LABEL, width, height, fill: "var(--ground)" }));
     tops.push([top + LABEL, height]);
     top += LABEL + height + 6;
   }
@@ -49,10 +50,17 @@ function picture(lanes, width) {
   parts.push(blocks(lanes.pushes, tops[1], toX, "var(--idle)"));
   for (const phase of PHASES) parts.push(blocks(lanes.phases.filter(([, , name]) => name === phase), tops[1], toX, phaseColour(phase)));
   for (const kind of LEARNER) parts.push(blocks(lanes.learner.filter(([, , name]) => learnerKind(name) === kind), tops[2], toX, learnerColour(kind)));
-  const step = tickStep(lanes.end, Math.max(3, width / 110));
-  for (let at = 0; at <= lanes.end - step / 3; at += step)
-    parts.push(svg("line", { x1: toX(at), x2: toX(at), y1: 0, y2: top, stroke: "var(--line)", opacity: 0.5 }), svg("text", { x: toX(at) + 3, y: top + 13 }, clock(at)));
-  return svg("svg", { width, height: top + AXIS }, parts);
+  const step = clockStep(((lanes.end - lanes.start) * 90) / width);
+  const marks = [];
+  for (let at = Math.ceil(lanes.start / step) * step; at <= lanes.end - step / 3; at += step)
+    marks.push(svg("line", { x1: toX(at), x2: toX(at), y1: 0, y2: top + 14, stroke: "var(--line)" }), svg("text", { x: toX(at) + 3, y: top + 13 }, clock(Number(at.toFixed(1)))));
+  return svg("svg", { width, height: top + AXIS }, ground, marks, parts);
+}
+
+/** The next larger time between two marks of a clock. */
+function clockStep(seconds) {
+  const marks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+  return marks.find((mark) => mark >= seconds) || Math.ceil(seconds / 86400) * 86400;
 }
 
 function clock(seconds) {
@@ -65,9 +73,7 @@ function level(values, [top, height], width, fill) {
   const most = -least(values.map((value) => -value)) || 1, wide = width / values.length;
   let path = `M0 ${top + height}`;
   values.forEach((value, index) => (path += `V${(top + height * (1 - value / most)).toFixed(1)}H${((index + 1) * wide).toFixed(1)}`));
-  const shown = svg("g", {}, svg("path", { class: "series", d: `${path}V${top + height}Z`, fill, opacity: 0.6 }));
-  shown.append(svg("text", { x: 3, y: top + 12 }, `${short(most)} at most`));
-  return shown;
+  return svg("path", { class: "series", d: `${path}V${top + height}Z`, fill, opacity: 0.6 });
 }
 
 function blocks(segments, [top, height], toX, fill, opacity = 1) {
@@ -86,6 +92,7 @@ function learnerColour(kind) {
   return { wait: "var(--idle)", step: colour(2), checkpoint: colour(6), other: colour(8) }[kind];
 }
 
+/** The colours of phases: those that take long are far from each other. */
 function phaseColour(phase) {
   return colour([8, 4, 1, 0, 3, 5, 6, 7, 2][PHASES.indexOf(phase)]);
 }
@@ -102,11 +109,11 @@ function timelineLegend(lanes) {
 
 /** What went on at the moment and in the lane under the pointer. */
 function happening(lanes, event, scroll) {
-  const box = scroll.firstChild.getBoundingClientRect(), at = ((event.clientX - box.left) / box.width) * lanes.end;
+  const box = scroll.firstChild.getBoundingClientRect(), at = lanes.start + ((event.clientX - box.left) / box.width) * (lanes.end - lanes.start);
   let y = event.clientY - box.top, lane = 0;
   while (lane < LANES.length - 1 && y > LABEL + LANES[lane][1] + 6) y -= LABEL + LANES[lane++][1] + 6;
   const within = (segments) => segments.filter(([start, end]) => start <= at && at <= end).map(([start, end, name]) => `${name}: ${duration(end - start)}`);
-  const count = (values, what) => `${short(values[Math.min(values.length - 1, Math.floor((at / lanes.end) * values.length))])} groups ${what}`;
+  const count = (values, what) => `${short(values[Math.min(values.length - 1, Math.floor(((at - lanes.start) / (lanes.end - lanes.start)) * values.length))])} groups ${what}`;
   const lines = [
     [count(lanes.sampling, "being sampled"), ...within(lanes.paused)],
     [...within(lanes.pushes), ...within(lanes.phases)],

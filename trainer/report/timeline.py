@@ -28,13 +28,14 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     spans = [span for track in tracks.values() for span in track]
     if not spans:
         return None
-    end = max(end for _, end, _ in spans)
+    begin, end = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
     pushes = [span for span in tracks["push"] if span[2] not in PHASES]
     phases = [span for span in tracks["push"] if span[2] in PHASES]
     return {
+        "start": round(begin, 3),
         "end": round(end, 3),
-        "sampling": occupancy(tracks["engine"], end),
-        "scoring": occupancy(tracks["reward"], end),
+        "sampling": occupancy(tracks["engine"], begin, end),
+        "scoring": occupancy(tracks["reward"], begin, end),
         "learner": _thinned(tracks["learner"], end),
         "pushes": _thinned(pushes, end),
         "phases": _thinned(phases, end),
@@ -42,19 +43,20 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def occupancy(spans: Sequence[Segment], end: float, bins: int = BINS) -> list[float]:
-    """How many of ``spans`` were open, on average, in each of ``bins`` equal parts of the time to ``end`` seconds."""
-    if end <= 0:
-        return []
-    width = end / bins
+def occupancy(spans: Sequence[Segment], begin: float, end: float, bins: int = BINS) -> list[float]:
+    """How many of ``spans`` were open, on average, in each of ``bins`` equal parts of the time from begin to end."""
+    width = (end - begin) / bins
+    if width <= 0:
+        return [0.0] * bins
     partly, change = [0.0] * bins, [0] * (bins + 1)
-    for start, stop, _ in spans:
-        first, last = (min(bins - 1, max(0, int(moment / width))) for moment in (start, stop))
+    for span in spans:
+        start, stop = ((moment - begin) / width for moment in span[:2])  # in parts
+        first, last = min(bins - 1, int(start)), min(bins - 1, int(stop))
         if first == last:
-            partly[first] += (stop - start) / width
+            partly[first] += stop - start
         else:
-            partly[first] += first + 1 - start / width
-            partly[last] += stop / width - last
+            partly[first] += first + 1 - start
+            partly[last] += stop - last
             change[first + 1] += 1
             change[last] -= 1
     shown, open_spans = [], 0
