@@ -85,6 +85,13 @@ def test_every_configuration_file_lies_in_a_packaged_folder_and_is_package_data(
         assert any(fnmatch.fnmatch(relative, p) or fnmatch.fnmatch(f"./{relative}", p) for p in patterns), relative
 
 
+def test_every_part_of_the_report_is_package_data() -> None:
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["trainer.report"]
+    parts = [path.name for path in (ROOT / "trainer" / "report").iterdir() if path.suffix not in ("", ".py")]
+    assert "page.html" in parts
+    assert all(any(fnmatch.fnmatch(part, pattern) for pattern in patterns) for part in parts), parts
+
+
 def test_every_room_is_packaged() -> None:
     include = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     for room in ("trainer", "generator", "weight_sync", "recipes", "configs"):

@@ -215,6 +215,7 @@ class LoggerConfig:
     rollouts: RolloutLogConfig = field(default_factory=RolloutLogConfig)
     table: TableLogConfig = field(default_factory=TableLogConfig)
     progress: bool = True  # a progress bar when the output is a terminal
+    report: bool = True  # when the run ends, write report.html into the run folder
 
 
 @dataclass

@@ -63,7 +63,7 @@ def run(config: Config, ray_session: RaySession) -> int:
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
             )
             return EXIT_DONE
-        watch = Watch(config, resume_step=resume_step(config, state))
+        watch = Watch(config, resume_step=resume_step(config, state), model_folder=inputs.model.path)
     except (DataError, ModelError, DottedPathError, RunFolderError) as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:

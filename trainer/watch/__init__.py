@@ -32,15 +32,22 @@ class Watch:
     """Everything that is shown or written about a run. The run tells it what happens; it decides nothing.
 
     ``resume_step`` is the last step contained in the checkpoint that the run continues, 0 for a run that begins again
-    in its folder, or ``None`` for a fresh run.
+    in its folder, or ``None`` for a fresh run. ``model_folder`` is where the model that it trains was read from.
     Raises :class:`RunFolderError` before anything is written when the run folder belongs to another run.
     """
 
-    def __init__(self, config: Config, *, resume_step: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume_step: int | None = None,
+        model_folder: str | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
         self._config = config
         settings = asdict(config)
         self._folder = RunFolder(config.run_dir, resume_step)
-        self._folder.write_config(settings)
+        self._folder.write_config(settings, model_folder)
         self.run_dir = self._folder.path
         self.trace = Trace(self.run_dir / "trace.json", append=resume_step is not None)
         self.console = Console(config.steps, progress=config.logger.progress, stream=stream)
@@ -187,10 +194,22 @@ class Watch:
         self._folder.write_summary(summary)
         self._folder.close()
         self.trace.close()
+        self._write_report()
         code, seconds = _ENDS[status]
         self._wandb.finish(summary, exit_code=code, timeout=seconds)
         self.console.close(summary, str(self.run_dir))
         return summary
+
+    def _write_report(self) -> None:
+        """The page about the run, from the files it has just closed. Its failure is no failure of the run."""
+        if not self._config.logger.report:
+            return
+        from trainer.report import write_report  # it reads the catalogue of this package
+
+        try:
+            write_report([self.run_dir])
+        except Exception as error:
+            logger.warning("no report was written: %s: %s", type(error).__name__, error)
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, for a checkpoint: a resumed run goes on counting where it stopped."""

@@ -59,9 +59,10 @@ class RunFolder:
                 "set run_dir to another folder"
             ) from error
 
-    def write_config(self, settings: Mapping[str, Any]) -> None:
-        """Write ``config.yaml``: the configuration, as plain values, and package versions."""
-        text = OmegaConf.to_yaml(OmegaConf.create({**settings, "versions": package_versions()}))
+    def write_config(self, settings: Mapping[str, Any], model_folder: str | None = None) -> None:
+        """Write ``config.yaml``: the configuration, as plain values, package versions, and where the model was read."""
+        found = {"versions": package_versions()} | ({"model_folder": model_folder} if model_folder else {})
+        text = OmegaConf.to_yaml(OmegaConf.create({**settings, **found}))
         write_atomically(self.path / "config.yaml", text)
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

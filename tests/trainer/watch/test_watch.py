@@ -45,6 +45,7 @@ def test_a_run_leaves_every_file_of_the_contract(tmp_path, config, scored, group
         "config.yaml",
         "evaluations.jsonl",
         "metrics.jsonl",
+        "report.html",
         "rollouts",
         "summary.json",
         "trace.json",
@@ -148,3 +149,26 @@ def test_a_run_that_cannot_learn_because_every_response_is_cut_says_so_once(conf
     assert caplog.text.count("nothing was learned") == 1
     assert "sampling.max_tokens=256" in caplog.text
     watch.close("done")
+
+
+def test_a_report_is_written_at_the_end_and_only_where_it_is_wanted(tmp_path, config, scored, group):
+    config.logger.report = False
+    watch = Watch(config, stream=io.StringIO())
+    run_steps(watch, (1,), scored, group)
+    watch.close("done")
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
+def test_a_report_that_fails_is_a_warning_and_the_run_ends_as_it_would(tmp_path, config, scored, group, caplog, status):
+    watch = Watch(config, stream=io.StringIO())
+    run_steps(watch, (1,), scored, group)
+    (tmp_path / "run" / "report.html").mkdir()  # nothing can be written in its place
+    assert watch.close(status)["status"] == status
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
+    assert "no report was written" in caplog.text
+
+
+def test_where_the_model_was_read_stands_beside_the_settings(tmp_path, config):
+    Watch(config, model_folder="/models/mine", stream=io.StringIO()).close("done")
+    assert "model_folder: /models/mine\n" in (tmp_path / "run" / "config.yaml").read_text()

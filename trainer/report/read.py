@@ -1,0 +1,134 @@
+"""A run folder, read as it is: files may be missing, empty, or torn at the end by a kill."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+CONTENTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "rollouts")
+"""Names of which a run folder has at least one."""
+
+
+class ReportError(ValueError):
+    """The report cannot be made. The message says what is wrong and what to do. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """Empty where ``config.yaml`` is missing or cannot be read."""
+    summary: Mapping[str, Any]
+    """Empty while a run goes on, and after it was killed."""
+    metrics: tuple[Mapping[str, Any], ...]
+    """One mapping a step, in the order of steps."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    rollout_files: Mapping[int, Path]
+    """By step; only steps whose rollouts were written."""
+    notes: tuple[str, ...]
+    """What is missing or broken, as sentences for people."""
+
+
+def read_run(path: Path) -> Run:
+    """Read the folder, its trace and the rollouts themselves left aside.
+
+    Raises :class:`ReportError` when there is no such folder, or nothing in it that a run leaves.
+    """
+    if not path.is_dir():
+        raise ReportError(f"{path} is no folder; give the run_dir of a run")
+    if not any((path / name).exists() for name in CONTENTS):
+        raise ReportError(f"{path} is not a run folder: it has none of {', '.join(CONTENTS)}")
+    notes: list[str] = []
+    config = _config(path / "config.yaml", notes)
+    summary = _summary(path / "summary.json", notes)
+    metrics = _rows(path / "metrics.jsonl", notes)
+    if not metrics:
+        notes.append("metrics.jsonl has no step: no step was finished, or the file is missing.")
+    evaluations = _rows(path / "evaluations.jsonl", notes) if (path / "evaluations.jsonl").exists() else []
+    files = _rollout_files(path / "rollouts")
+    if not files:
+        notes.append("No rollouts were written (logger.rollouts.every says of which steps they are).")
+    return Run(path, config, summary, tuple(metrics), tuple(evaluations), files, tuple(notes))
+
+
+def json_lines(path: Path, strip: str = "") -> Iterator[dict[str, Any] | None]:
+    """The objects of a file of JSON lines; ``None`` for a line that is none. Nothing where the file cannot be read.
+
+    ``strip`` holds characters that may stand around an object, beside white space.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if text := line.strip(f"{strip} \t\r\n"):
+                    yield _object(text)
+    except OSError:
+        return
+
+
+def trace_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of ``trace.json``, which is written an event a line: a torn file gives all but its last one."""
+    for event in json_lines(path, strip=","):
+        if event is not None and "ph" in event:
+            yield event
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or ``None`` for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if value - value == 0 else None
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    rows, broken = {}, 0
+    for row in json_lines(path):
+        step = None if row is None else number(row.get("step"))
+        if row is None or step is None:
+            broken += 1
+        else:
+            rows[step] = row  # a step that was made again after a restart: the later line counts
+    if broken:
+        notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} cannot be read and left out (a kill tears one).")
+    return [rows[step] for step in sorted(rows)]
+
+
+def _config(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # of the file system, the YAML parser and OmegaConf: three families of errors
+        why = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+        notes.append(f"config.yaml {why}: model, settings and package versions are not known.")
+        return {}
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+def _summary(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    try:
+        content = _object(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        notes.append("summary.json is missing: the run is going on, or was killed.")
+        return {}
+    if content is None:
+        notes.append("summary.json cannot be read.")
+    return content or {}
+
+
+def _rollout_files(folder: Path) -> dict[int, Path]:
+    names = {path: re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in folder.glob("step_*.jsonl")}
+    return dict(sorted((int(match[1]), path) for path, match in names.items() if match))
