@@ -156,6 +156,23 @@ class TestAFinishedRun:
 
         assert AutoModelForCausalLM.from_pretrained(folder / "export").num_parameters() > 0
 
+    def test_it_leaves_a_report_that_misses_nothing(self, finished_run):
+        folder, done = finished_run
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        (run,) = json.loads(re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)[1])["runs"]
+        assert run["notes"] == []
+        assert run["columns"]["step"] == [1, 2, 3]
+        assert {rollout["step"] for rollout in run["rollouts"]} == {1, 2, 3}
+        assert run["timeline"]["learner"]
+        assert run["timeline"]["paused"]
+        assert any(run["timeline"]["sampling"])
+        assert str(folder / "report.html") in done.stdout
+        # The page has the text that the rewards saw, token by token.
+        shown = run["rollouts"][0]
+        rows = map(json.loads, (folder / "rollouts" / f"step_{shown['step']}.jsonl").read_text().splitlines())
+        (row,) = [row for row in rows if row["rollout_id"] == shown["id"]]
+        assert row["text"] in "".join(shown["pieces"])
+
     def test_wandb_offline_file_holds_the_same_steps(self, finished_run):
         (path,) = finished_run[0].glob("wandb/offline-run-*/run-*.wandb")
         rows = wandb_file.history(wandb_file.read_records(path))

@@ -55,18 +55,13 @@ function seriesOf(spec, runs, aged) {
       const band = name === spec.metrics[0] && spec.band ? spec.band.map((edge) => columns[edge]) : null;
       found.push({
         name, points, xs: columns.step, ys: columns[name], band: band && band[0] && band[1] ? band : null,
-        colour: several ? colour(DATA.runs.indexOf(run)) : aged ? agedLine(place, lags) : phase ? phaseColour(phase) : colour(place),
+        colour: several ? colour(DATA.runs.indexOf(run)) : aged ? ageOnGround(place, lags - 1) : phase ? phaseColour(phase) : colour(place),
         dash: several ? DASHES[place % DASHES.length] : "",
         label: several ? (names.length > 1 ? `${run.label}: ${label(name)}` : run.label) : label(name),
       });
     }
   }
   return found;
-}
-
-/** The colour of an age as a line: as on tokens, but with contrast to the ground it is drawn on. */
-function agedLine(age, ages) {
-  return `color-mix(in srgb, ${ageColour(age, ages - 1).ground} 66%, var(--text))`;
 }
 
 function rangeOf(series, spec, runs) {
@@ -123,7 +118,7 @@ function panel(spec, series, range) {
       show(step);
     };
     plot.onpointermove = plot.onpointerdown = point;
-    plot.onpointerleave = () => (cursor.setAttribute("visibility", "hidden"), show(null));
+    plot.onpointerleave = (event) => event.pointerType === "mouse" && (cursor.setAttribute("visibility", "hidden"), show(null));
   });
   return [legend, plot];
 }

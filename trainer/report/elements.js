@@ -58,6 +58,12 @@ function ramp(share) {
   return { ground: `rgb(${mixed})`, text: luminance > 0.18 ? "#10151a" : "#ffffff" };
 }
 
+/** The colour of an age as a line or an area: the part of the scale that stands out from the ground, light or dark. */
+function ageOnGround(age, most) {
+  const share = age / Math.max(most, 3);
+  return `light-dark(${ramp(0.3 + 0.7 * share).ground}, ${ramp(0.75 * share).ground})`;
+}
+
 /** The colour of tokens so many versions behind the learner, where `most` is the largest number of the run. */
 function ageColour(age, most) {
   return ramp(age / Math.max(most, 3));
@@ -78,6 +84,14 @@ function showTip(text, x, y) {
 function hideTip() {
   tip.hidden = true;
 }
+
+/** A finger that is lifted leaves its tip to be read; a mouse that has left does not. */
+function hideAfterMouse(event) {
+  if (event.pointerType === "mouse") hideTip();
+}
+
+addEventListener("scroll", hideTip, { passive: true });
+addEventListener("pointerdown", (event) => event.target.closest(".tokens, .lanes") || hideTip());
 
 /** Call `draw(width)` now and whenever the element gets another width. */
 function redrawn(element, draw) {

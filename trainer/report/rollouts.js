@@ -89,7 +89,7 @@ function visible(piece) {
 
 function describe(rollout, place, versions, kinds, skipped) {
   const logprob = rollout.logprobs[place], piece = rollout.pieces[place];
-  const name = typeof piece === "number" ? `id ${piece}` : piece === "" ? "part of a character" : JSON.stringify(piece);
+  const name = typeof piece === "number" ? `id ${piece}` : piece === "" ? "no text of its own" : JSON.stringify(piece);
   const head = `token ${place + skipped + 1} of ${rollout.length}: ${name}`;
   if (kinds[place] === "observed") return `${head}\nwritten by the environment, not sampled`;
   return [head, `log-probability ${short(logprob)} (${logprob === null ? "–" : short(100 * Math.exp(logprob))}%)`,

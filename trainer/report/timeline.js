@@ -32,8 +32,8 @@ function timelineCard(run) {
     return button;
   });
   scroll.onpointermove = scroll.onpointerdown = (event) => showTip(happening(lanes, event, scroll), event.clientX, event.clientY);
-  scroll.onpointerleave = hideTip;
-  const title = DATA.runs.length > 1 ? h("h3", {}, run.label) : h("span", { class: "quiet" }, `${clock(lanes.start)} to ${clock(Math.round(lanes.end))} after the start of the run`);
+  scroll.onpointerleave = hideAfterMouse;
+  const title = DATA.runs.length > 1 ? h("h3", {}, run.label) : h("span", { class: "quiet" }, `${clock(Math.round(lanes.start))} to ${clock(Math.round(lanes.end))} after the start of the run`);
   return h("div", { class: "card timeline" }, h("div", { class: "row" }, title, buttons), strip, timelineLegend(lanes));
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.report.series import PHASES
 
-BINS = 1500
+BINS = 4000
 """Points in time at which the number of groups on their way is shown."""
 SEGMENTS = 3000
 """Segments of a lane at most; past that, neighbours of one kind are put together."""

@@ -194,22 +194,23 @@ class Watch:
         self._folder.write_summary(summary)
         self._folder.close()
         self.trace.close()
-        self._write_report()
+        report = self._write_report()
         code, seconds = _ENDS[status]
         self._wandb.finish(summary, exit_code=code, timeout=seconds)
-        self.console.close(summary, str(self.run_dir))
+        self.console.close(summary, str(self.run_dir), report)
         return summary
 
-    def _write_report(self) -> None:
+    def _write_report(self) -> str | None:
         """The page about the run, from the files it has just closed. Its failure is no failure of the run."""
         if not self._config.logger.report:
-            return
+            return None
         from trainer.report import write_report  # it reads the catalogue of this package
 
         try:
-            write_report([self.run_dir])
+            return str(write_report([self.run_dir]))
         except Exception as error:
             logger.warning("no report was written: %s: %s", type(error).__name__, error)
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, for a checkpoint: a resumed run goes on counting where it stopped."""

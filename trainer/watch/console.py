@@ -161,8 +161,8 @@ class Console:
             table.add_row(*cells, *(Text(cell(value)) for value in numbers))
         self._print(table)
 
-    def close(self, summary: Mapping[str, Any], run_dir: str) -> None:
-        """Take the live line down and print the last lines."""
+    def close(self, summary: Mapping[str, Any], run_dir: str, report: str | None = None) -> None:
+        """Take the live line down and print the last lines, of them where the ``report`` is if one was written."""
         with self._writing():
             self._waiting = None
             self._stop_live()
@@ -172,7 +172,10 @@ class Console:
                 f"policy version {summary['policy_version']}", style="default"))  # fmt: skip
             for label, text in summary_lines(summary):
                 self._print(Text(f"  {label:<{_LABEL}}", style="cyan").append(self.printable(text), style="default"))
-            self._print(Text(f"  {'run folder':<{_LABEL}}", style="cyan").append(self.printable(run_dir), style="bold"))
+            for label, path in (("report", report), ("run folder", run_dir)):
+                if path:
+                    line = Text(f"  {label:<{_LABEL}}", style="cyan")
+                    self._print(line.append(self.printable(path), style="bold"))
 
     def printable(self, text: str) -> str:
         """``text`` on one line, without control characters, in what the stream can encode."""

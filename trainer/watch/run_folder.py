@@ -47,7 +47,7 @@ class RunFolder:
                 self._refuse_results()
             else:
                 self._rewind(resume_step)
-            for name in ("summary.json", "error.txt"):  # how an earlier run ended
+            for name in ("summary.json", "error.txt", "report.html"):  # how an earlier run ended
                 (self.path / name).unlink(missing_ok=True)
             (self.path / "rollouts").mkdir(exist_ok=True)
             self.evaluations = _evaluations(self.path / "evaluations.jsonl")

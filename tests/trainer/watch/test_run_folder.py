@@ -87,10 +87,12 @@ def test_a_run_that_made_no_step_can_be_started_again_in_its_folder(tmp_path):
     first.write_config({"seed": 1})
     first.write_summary({"status": "failed"})
     (tmp_path / "error.txt").write_text("no such device")
+    (tmp_path / "report.html").write_text("an older page")
     first.close()
     RunFolder(tmp_path)
     assert not (tmp_path / "summary.json").exists()
     assert not (tmp_path / "error.txt").exists()
+    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("resume_step", [None, 0])
