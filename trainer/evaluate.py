@@ -209,6 +209,7 @@ def table(metrics: Mapping[str, float], rollouts: int) -> str:
     lines = [
         ("prompts", f"{metrics['eval/prompts']:.0f} x {rollouts} rollouts"),
         ("reward", f"{metrics['eval/reward_mean']:.4f} ±{metrics['eval/reward_std']:.2f}"),
+        *((f"  of {name.split('/')[2]}", f"{value:.4f}") for name, value in metrics.items() if "/by_source/" in name),
         *((name.removeprefix("eval/"), f"{value:.4f}") for name, value in metrics.items() if "/pass@" in name),
         ("response length", f"{metrics['eval/length_mean']:.1f} tokens"),
         ("truncated", f"{100 * metrics['eval/truncated_fraction']:.1f} %"),

@@ -111,6 +111,7 @@ def test_the_result_says_of_which_weights_it_is_and_how_it_was_measured(run_dir,
         "eval/reward_mean": 0.5,
         "eval/reward_std": 0.25,
         "eval/pass@1": 0.25,
+        "eval/by_source/easy/reward_mean": 0.75,
         "eval/length_mean": 12.5,
         "eval/truncated_fraction": 0.125,
         "eval/excluded": float("nan"),
@@ -124,3 +125,4 @@ def test_the_result_says_of_which_weights_it_is_and_how_it_was_measured(run_dir,
     shown = table(metrics, 1)
     assert "0.5000 ±0.25" in shown
     assert "12.5 %" in shown
+    assert "of easy        0.7500" in shown
