@@ -94,9 +94,8 @@ class LearnerActor:
             if adapters:
                 from weight_sync.adapter_sender import AdapterSender
 
-                self._sender = AdapterSender(
-                    self._source("base", bucket_bytes), self._source("adapter", bucket_bytes), **options
-                )
+                base, adapter = self._source("base", bucket_bytes), self._source("adapter", bucket_bytes)
+                self._sender = AdapterSender(base, adapter, **options)
             else:
                 from weight_sync.sender import WeightSender
 

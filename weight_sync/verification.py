@@ -14,8 +14,8 @@ VerifyWord = Literal["none", "first", "every"]
 class Verification:
     """``when`` is a word, or n for the first push and every n-th version.
 
-    ``dtype`` is the one in which learner and engines compute; ``sequences`` are what both compute on. ``adapters``: what
-    is pushed is an adapter, which at version 0 changes nothing, so that only version 1 shows whether engines apply it.
+    ``dtype`` is the one in which learner and engines compute; ``sequences`` are what both compute on. ``adapters``: an
+    adapter is pushed, which at version 0 changes nothing, so that only version 1 shows whether engines apply it.
     """
 
     when: VerifyWord | int = "none"
