@@ -219,7 +219,7 @@ def _verification(config: Config, inputs: Inputs, context: int) -> Verification:
     """How pushes are proven. Canary sequences fit the engines' context beside the token that vLLM always samples."""
     known = len(inputs.tokenizer)
     sequences = canary_sequences(min(known, inputs.model.vocabulary or known), context - 1, config.seed)
-    return Verification(config.weight_sync.verify, inputs.model.dtype, sequences)
+    return Verification(config.weight_sync.verify, inputs.model.dtype, sequences, pushes_adapters(config))
 
 
 def _parts(

@@ -99,9 +99,8 @@ class LearnerActor:
             if adapters:
                 from weight_sync.adapter_sender import AdapterSender
 
-                self._senders[pool] = AdapterSender(
-                    self._source("base", bucket_bytes), self._source("adapter", bucket_bytes), **options
-                )
+                base, adapter = self._source("base", bucket_bytes), self._source("adapter", bucket_bytes)
+                self._senders[pool] = AdapterSender(base, adapter, **options)
             else:
                 from weight_sync.sender import WeightSender
 

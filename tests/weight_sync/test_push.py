@@ -422,6 +422,14 @@ async def test_a_push_is_proven_when_the_configuration_asks_for_it(when, proven)
     assert script.hashed == [version in proven for version in range(5)]
 
 
+@pytest.mark.parametrize(("when", "proven"), [("none", []), ("first", [0, 1]), (3, [0, 1, 3])])
+async def test_the_first_adapter_that_changes_anything_is_proven_too(when, proven):
+    script = Script()
+    run = pusher(script, verification=Verification(when, "float32", EVERY.sequences, adapters=True))
+    reports = [await run.push(version) for version in range(5)]
+    assert [report.version for report in reports if report.canary is not None] == proven
+
+
 async def test_the_first_push_after_engines_joined_is_proven_again():
     script = Script()
     run = pusher(script, verification=Verification("first", "float32", EVERY.sequences))
