@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.checkpoint_folder import checkpoints, step_of, torn
+from trainer.watch.read_folder import number, read_rows
 from trainer.watch.run_folder import write_atomically
 
 BEST_FILE = "best.json"
@@ -40,14 +41,8 @@ def best_of(values: Mapping[int, float], steps: Iterable[int]) -> int | None:
 def metric_values(run_dir: Path, metric: str) -> dict[int, float]:
     """The values of a metric by step: of an evaluation for ``eval/...``, else of the step's training."""
     path = run_dir / ("evaluations.jsonl" if metric.startswith("eval/") else "metrics.jsonl")
-    values: dict[int, float] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-            values[int(row["step"])] = float(row[metric])
-        except (ValueError, KeyError, TypeError):  # a line cut by a crash, or a step without the metric
-            continue
-    return values
+    rows = read_rows(path).by_step
+    return {step: value for step, row in rows.items() if (value := number(row.get(metric))) is not None}
 
 
 def find_best(run_dir: str | Path, metric: str) -> BestCheckpoint | None:

@@ -10,50 +10,41 @@ Exit codes: 0 all hold, 1 one does not, 2 the folder or a condition cannot be re
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.conditions import ConditionError, Verdict, read_conditions
+from trainer.watch.read_folder import json_object, read_config, read_rows
 
 
 class UnreadableError(ValueError):
     """What was given cannot be judged. The message says why; exit code 2."""
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file. A last line without an end, of a run that was killed, is left out."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UnreadableError(f"{path}:{number}: not a line of JSON: {error.msg}") from None
-    return rows
-
-
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
-    """Rows of metrics, summary, and the conditions of the recipe, of a run folder."""
+    """What a run wrote of its steps and then of its evaluations, its summary, and the conditions of its recipe."""
     if not (folder / "metrics.jsonl").is_file():
         raise UnreadableError(f"{folder} is no run folder: it holds no metrics.jsonl")
-    summary, config = folder / "summary.json", folder / "config.yaml"
+    rows = []
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        by_step, broken = read_rows(folder / name)
+        rows += list(by_step.values())
+        if broken:
+            sys.stderr.write(f"{folder / name}: {broken} lines cannot be read and are left out (a kill tears one)\n")
     try:
-        settings = OmegaConf.load(config)
-        # A run that was killed has no summary; conditions about it say so.
-        written = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-    except YAMLError as error:
-        raise UnreadableError(f"{config}: not YAML: {error}") from None
-    except json.JSONDecodeError as error:
-        raise UnreadableError(f"{summary}: not JSON: {error}") from None
-    checks = settings.get("checks", []) if isinstance(settings, DictConfig) else []
-    return read_rows(folder / "metrics.jsonl"), written, [str(condition) for condition in checks]
+        checks = read_config(folder / "config.yaml").get("checks", [])
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"{folder / 'config.yaml'}: not YAML: {error}") from None
+    summary = folder / "summary.json"
+    written = json_object(summary.read_text(encoding="utf-8", errors="replace")) if summary.exists() else {}
+    if written is None:
+        raise UnreadableError(f"{summary}: not a JSON object")
+    # A run that was killed has no summary; conditions about it say so.
+    return rows, written, [str(condition) for condition in checks]
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -86,11 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     verdicts = [condition.judge(rows, summary) for condition in conditions]
     failed = sum(not verdict.passed for verdict in verdicts)
-    title = f"{given.run_dir}: {len(verdicts) - failed} of {len(verdicts)} conditions hold, {len(rows)} steps"
+    title = f"{given.run_dir}: {len(verdicts) - failed} of {len(verdicts)} conditions hold"
     print(f"{title}\n\n{table(verdicts)}")
     if given.summary:
-        with open(given.summary, "a", encoding="utf-8") as page:
-            page.write(f"### {title}\n\n{table(verdicts)}\n\n")
+        try:
+            with open(given.summary, "a", encoding="utf-8") as page:
+                page.write(f"### {title}\n\n{table(verdicts)}\n\n")
+        except OSError as error:  # the verdict stands
+            sys.stderr.write(f"the table cannot be appended to {given.summary}: {error.strerror}\n")
     return 1 if failed else 0
 
 

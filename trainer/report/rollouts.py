@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.report.read import Run, json_lines, number
+from trainer.report.read import Run
 from trainer.report.series import rounded
 from trainer.report.token_texts import TokenTexts
+from trainer.watch.read_folder import json_lines, number
 
 STEPS = 8
 """Steps of which rollouts are shown."""
@@ -28,7 +29,7 @@ def choose_rollouts(run: Run, texts: TokenTexts | None, count: int) -> list[dict
     shown: list[dict[str, Any]] = []
     for place, step in enumerate(steps):
         share = (count - len(shown)) // (len(steps) - place)
-        rows = _rows(run.rollout_files[step], READ_BYTES // len(steps))
+        rows = _rows(run.rollout_files[step], READ_BYTES // len(steps)) if share else []
         shown += [view(row, reasons, texts) for row, reasons in interesting(rows, share)]
     return shown
 
@@ -119,8 +120,11 @@ def _complete(row: Row) -> bool:
     if not all(isinstance(value, int) and 0 <= value < 1 << 31 for column in columns[:2] for value in column):
         return False
     ranges, parts = row.get("observations") or [], row.get("reward_parts") or {}
-    pairs = isinstance(ranges, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in ranges)
-    return pairs and isinstance(parts, dict) and {"step", "reward", "advantage", "finish_reason"} <= row.keys()
+    pairs = isinstance(ranges, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, int) for end in pair) for pair in ranges
+    )
+    known = isinstance(row.get("step"), int) and {"reward", "advantage", "finish_reason"} <= row.keys()
+    return pairs and known and isinstance(parts, dict)
 
 
 def _first(rows: Sequence[Row], order: Callable[[Row], float], fits: Callable[[Row], bool]) -> list[Row]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer.report.read import number
 from trainer.watch.catalogue import find
+from trainer.watch.read_folder import number
 
 POINTS = 400
 """Points of a column at most: more than a chart has pixels on a phone, fewer than a file of megabytes needs."""
@@ -114,11 +114,13 @@ def columns(rows: Sequence[Mapping[str, Any]], points: int = POINTS) -> dict[str
     A value is the mean of as many steps as had to be put together; of a name that ends with ``_max`` or ``max`` the
     largest, and with ``min`` the smallest. ``None`` where no step has a number.
     """
-    complete = [{**row, **derived(row)} for row in rows]
-    size = -(-len(complete) // points) or 1
-    parts = [complete[start : start + size] for start in range(0, len(complete), size)]
-    names = sorted({name for row in complete for name in row if number(row[name]) is not None})
-    return {name: [_joined(name, part) for part in parts] for name in names}
+    size = -(-len(rows) // points) or 1
+    joined = []
+    for start in range(0, len(rows), size):  # never all of the rows at once: a long run has a hundred thousand
+        part = [{**row, **derived(row)} for row in rows[start : start + size]]
+        names = {name for row in part for name in row if number(row[name]) is not None}
+        joined.append({name: _joined(name, part) for name in names})
+    return {name: [part.get(name) for part in joined] for name in sorted(set().union(*joined))}
 
 
 def derived(row: Mapping[str, Any]) -> dict[str, float]:

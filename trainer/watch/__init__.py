@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from generator.rollout import Group
@@ -25,7 +27,7 @@ __all__ = ["PushRecord", "RunFolderError", "Watch"]
 Status = Literal["done", "failed", "interrupted"]
 
 _ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed": (1, 10.0), "interrupted": (130, 5.0)}
-"""Exit code and seconds that wandb may take to finish, by status: an interrupted run owes a quick end."""
+"""By status: wandb's exit code, and seconds that it, and then the report, may take. An interrupted run has to hurry."""
 
 
 class Watch:
@@ -194,23 +196,36 @@ class Watch:
         self._folder.write_summary(summary)
         self._folder.close()
         self.trace.close()
-        report = self._write_report()
         code, seconds = _ENDS[status]
         self._wandb.finish(summary, exit_code=code, timeout=seconds)
-        self.console.close(summary, str(self.run_dir), report)
+        self.console.close(summary, str(self.run_dir), self._write_report(seconds))
         return summary
 
-    def _write_report(self) -> str | None:
-        """The page about the run, from the files it has just closed. Its failure is no failure of the run."""
+    def _write_report(self, seconds: float) -> str | None:
+        """The page about the run, from the files it has just closed, if that takes no longer than ``seconds``.
+
+        Its failure is no failure of the run.
+        """
         if not self._config.logger.report:
             return None
         from trainer.report import write_report  # it reads the catalogue of this package
 
+        written: Future[Path] = Future()
+
+        def write() -> None:
+            try:
+                written.set_result(write_report([self.run_dir]))
+            except BaseException as error:
+                written.set_exception(error)
+
+        threading.Thread(target=write, name="report", daemon=True).start()  # not waited for at the end of the process
         try:
-            return str(write_report([self.run_dir]))
+            return str(written.result(seconds))
+        except TimeoutError:
+            logger.warning("the report takes long; `python -m trainer.report %s` writes it", self.run_dir)
         except Exception as error:
             logger.warning("no report was written: %s: %s", type(error).__name__, error)
-            return None
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, for a checkpoint: a resumed run goes on counting where it stopped."""

