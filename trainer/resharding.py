@@ -35,19 +35,13 @@ def load_on_other_ranks(engine: Any, folder: Path, rank: int, ranks: int) -> dic
     """Load the checkpoint in ``folder`` into a DeepSpeed engine of ``ranks`` ranks that did not write it; what was
     saved beside it. A collective.
 
-    Raises ``ValueError`` when it was written at a ZeRO stage that keeps its parts otherwise.
+    It must be of a stage that keeps its parts alike: :func:`trainer.zero_files.check_stage`.
     """
     saved = [_load(path)["optimizer_state_dict"] for path in shard_files(folder)]
     of_weights = sorted(folder.glob("*mp_rank_00_model_states.pt"))[0]
     model = _load(of_weights)
-    by_parameter, wanted = "fp32_flat_groups" in saved[0], engine.zero_optimization_stage()
-    if by_parameter != (wanted == 3):
-        raise ValueError(
-            f"the checkpoint in {folder} is {'' if by_parameter else 'not '}of learner.zero_stage=3, and the run has "
-            f"{wanted}; the stage must stay"
-        )
     optimizer = engine.optimizer
-    if by_parameter:
+    if engine.zero_optimization_stage() == 3:
         optimizer.checkpoint_event_prologue()
         part = parameter_parts(saved, model["param_shapes"], engine._get_zero_param_shapes(), rank, ranks)
         optimizer.load_state_dict(_at(rank, part), load_optimizer_states=True)
