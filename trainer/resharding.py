@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ def flat_parts(saved: Sequence[Mapping[str, Any]], shapes: Shapes, sizes: Sequen
     for group, size in enumerate(sizes):
         numel = sum(_numel(shape) for shape in shapes[group].values())
 
-        def part(pieces: Iterator[Tensor], numel: int = numel, size: int = size) -> Tensor:
-            return _padded(torch.cat(list(pieces))[:numel][rank * size : (rank + 1) * size], size)
+        def part(pieces: Iterable[Tensor], numel: int = numel, size: int = size) -> Tensor:
+            return _cut(pieces, rank * size, size, numel)
 
         masters.append(part(one["single_partition_of_fp32_groups"][group].detach() for one in saved))
         of_ranks = [one["base_optimizer_state"]["state"].get(group) for one in saved]
@@ -92,9 +92,9 @@ def parameter_parts(
 
     def part(name: str, key: str) -> Tensor:
         group, start, length, numel = places[name]
-        pieces = [_flat(one, group, key)[start : start + length] for one in saved]
+        pieces = (_flat(one, group, key)[start : start + length] for one in saved)
         own = -(-numel // ranks)
-        return _padded(torch.cat(pieces)[:numel][rank * own : (rank + 1) * own], own)
+        return _cut(pieces, rank * own, own, numel)
 
     optimizer = saved[0]["optimizer_state_dict"]
     masters = [torch.cat([part(name, "fp32") for name in group]) for group in new_shapes]
@@ -129,7 +129,17 @@ def _flat(saved: Mapping[str, Any], group: int, key: str) -> Tensor:
     return flat
 
 
-def _padded(part: Tensor, size: int) -> Tensor:
+def _cut(pieces: Iterable[Tensor], start: int, size: int, numel: int) -> Tensor:
+    """``size`` elements from ``start`` on of the pieces in a row, of which ``numel`` count; zeros behind those.
+
+    What lies outside is never touched: a rank has room for its part, not for the whole model.
+    """
+    stop, at = min(start + size, numel), 0
+    own: list[Tensor] = []
+    for piece in pieces:
+        own.append(piece[max(start - at, 0) : max(stop - at, 0)])
+        at += piece.numel()
+    part = torch.cat(own)
     return torch.nn.functional.pad(part, (0, size - part.numel()))
 
 
