@@ -315,7 +315,10 @@ class Learner:
         return batch_logprobs(model, plan, rollouts, self.rank, self._device, look, temperature)
 
     def _given_up(self, updates: Sequence[Update]) -> InterruptedError:
-        """What an interrupted step ends with. Once the weights changed it counts: no batch is learned from twice."""
+        """What an interrupted step ends with. Once the weights changed it counts: no batch is learned from twice.
+
+        No step follows, since an interrupt stays (:meth:`Interrupt.set`): what was accumulated need not be cleared.
+        """
         self._engine.zero_grad()
         made = sum(not update.skipped for update in updates)
         if made == 0:

@@ -10,6 +10,7 @@ taken for a whole one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -269,7 +270,10 @@ async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = N
     await asyncio.to_thread(check_room, parts.config.run_dir)
     temporary = final.with_name(f".{final.name}.writing")
     await asyncio.to_thread(shutil.rmtree, temporary, True)
-    await parts.learner.save(str(temporary / LEARNER_FOLDER))
+    # A push would wait behind this at the learner, against its deadline. An interrupt has ended the pushes, and waits
+    # for nothing that still holds the lock.
+    async with parts.weights if newest is None else contextlib.nullcontext():
+        await parts.learner.save(str(temporary / LEARNER_FOLDER))
     if newest is None:
         newest = await rollouts_now(parts)
     # One moment: no await between here and the last of these.
