@@ -149,6 +149,10 @@ class EnginePool:
         self.joined.clear()
         return [slot.link for slot in self._members]
 
+    async def one_there(self) -> None:
+        """Return when an engine can be given weights. Raises :class:`EngineError` when there will be none."""
+        await self._roster.until(self._able)
+
     def _able(self) -> list[Slot]:
         return self._roster.within(*ABLE)
 

@@ -189,10 +189,12 @@ def _evaluations(
     if not config.evaluation.every:
         return Evaluations()
 
-    async def send(version: int) -> None:
+    async def send(version: int, weights: asyncio.Lock) -> None:
         assert pusher is not None
-        with watch.trace.span("push", f"evaluation of version {version}"):
-            await pusher.push(version)
+        await engines.one_there()  # one that takes a lost one's place may be starting
+        async with weights:
+            with watch.trace.span("push", f"evaluation of version {version}"):
+                await pusher.push(version)
 
     def report(version: int, metrics: dict[str, float]) -> None:
         watch.evaluation(version, metrics)

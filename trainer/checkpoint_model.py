@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.learner_setup import CHECKPOINT_TAG, DTYPES, save_tokenizer
+from trainer.learner_setup import DTYPES, save_tokenizer
 from trainer.lora import RECORD_FILE
 from trainer.model import ResolvedModel
+from trainer.zero_files import CHECKPOINT_TAG
 
 LANGUAGE_MODEL = "model."
 """Where the policy keeps the language model: how the names of its weights begin in a checkpoint."""

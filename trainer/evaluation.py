@@ -3,7 +3,8 @@
 An evaluation begins right behind the push of its version and holds the next push until it has ended. Until then the
 learner trains and the engines generate for training too, so it costs what its own tokens cost, and at most the wait of
 one push. With an engine of its own (``evaluation.engine=dedicated``) it costs that engine, and one push to it more;
-pushes to the others do not wait for it, only the next evaluation does.
+pushes to the others do not wait for it, only the next evaluation does. When that engine is lost, what it was evaluating
+has no result, and the run goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from generator.link import EngineError, root_cause
 from generator.rollout import Prompt, Rollout, ScoredRollout
 from trainer.episodes import EpisodeSource
 
@@ -109,7 +111,7 @@ class Evaluations:
 
     Every ``every``-th version is, and ``last``. ``serving`` says how many engines serve, ``report`` takes the metrics
     of a version, and ``reported`` says whether it did so before a restart. ``send`` brings a version to engines that
-    are there for evaluations only; without it, it is sampled by those of training.
+    are there for evaluations only, as :meth:`begin` is told to; without it, it is sampled by those of training.
     """
 
     evaluator: Evaluator | None = None
@@ -118,7 +120,7 @@ class Evaluations:
     serving: Callable[[], int] = lambda: 1
     report: Callable[[int, dict[str, float]], None] = lambda version, metrics: None
     reported: Callable[[int], bool] = lambda version: False
-    send: Callable[[int], Awaitable[None]] | None = None
+    send: Callable[[int, asyncio.Lock], Awaitable[None]] | None = None
     _version: int = field(default=0, init=False)
     _running: asyncio.Task[dict[str, float]] | None = field(default=None, init=False)
 
@@ -128,46 +130,67 @@ class Evaluations:
         return None if self._running is None else self._version
 
     async def before_push(self) -> None:
-        """Return when a push to the engines of training may change their weights: see :meth:`ended`."""
-        if self.send is None or (self._running is not None and self._running.done()):
+        """Return when a push to the engines of training may change their weights: see :meth:`ended`.
+
+        An evaluation with engines of its own goes on, unless it has ended or there is none left of them.
+        """
+        if self.send is None or (self._running is not None and (self._running.done() or self.serving() == 0)):
             await self.ended()
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, weights: asyncio.Lock) -> None:
         """``version`` has just been published: evaluate it if it is due.
 
         The learner must hold it until this returns. The evaluation before, if it has engines of its own, ends first.
+        ``weights`` is held while weights travel, and not in any wait before: engines of training that join need it.
         """
         due = self.every > 0 and (version % self.every == 0 or version == self.last)
         if self.evaluator is None or not due or self.reported(version):
             return
         await self.ended()
-        if self.send is not None:
-            await self.send(version)
         self._version = version
+        if self.send is not None:
+            try:
+                await self.send(version, weights)
+            except EngineError as error:
+                self._say_given_up(str(error))
+                return
         self._running = asyncio.create_task(self.evaluator.run(version), name=f"evaluation of version {version}")
 
     async def ended(self) -> None:
         """Return when no evaluation is going on, its metrics reported: a push may change its weights. Raises its error.
 
-        With no engine left it is given up: engines that come need the weights of now, which the push brings.
+        With no engine left it is given up: engines that come need the weights of now, which the push brings. So it is
+        when engines of its own fail: training does not need them.
         """
         if (running := self._running) is None:
             return
         while not running.done():
-            await asyncio.wait({running}, timeout=LOOK_SECONDS)
-            if not running.done() and self.serving() == 0:
-                logger.warning("the evaluation of version %d is given up: no engine serves it any more", self._version)
-                await self.give_up()
+            if self.serving() == 0:
+                await self.give_up("no engine serves it any more")
                 return
+            await asyncio.wait({running}, timeout=LOOK_SECONDS)
         self._running = None
+        if self.send is not None and (error := running.exception()) is not None and _only_engines_failed(error):
+            self._say_given_up(str(root_cause(error)))
+            return
         metrics = running.result()
         await asyncio.to_thread(self.report, self._version, metrics)
 
-    async def give_up(self) -> None:
-        """End the one that is going on, if there is one, without a result."""
+    async def give_up(self, reason: str) -> None:
+        """End the one that is going on, if there is one, without a result, and say so."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
             await asyncio.wait({running})
             if not running.cancelled() and (error := running.exception()) is not None:
-                logger.warning("the evaluation of version %d failed: %r", self._version, error)
+                reason = f"{reason}; it has failed: {error!r}"
+            self._say_given_up(reason)
+
+    def _say_given_up(self, reason: str) -> None:
+        logger.warning("the evaluation of version %d is given up and has no result: %s", self._version, reason)
+
+
+def _only_engines_failed(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(EngineError)[1] is None
+    return isinstance(error, EngineError)

@@ -149,6 +149,7 @@ class _Filling:
         kl = self.parts.config.algorithm.kl
         if kl.coefficient <= 0 or kl.place != "reward":
             return None
-        penalties = await self.parts.learner.kl_penalties(train_rollouts(groups))
+        async with self.parts.weights:  # a push would wait behind this pass at the learner, against its deadline
+            penalties = await self.parts.learner.kl_penalties(train_rollouts(groups))
         self.penalties += penalties
         return penalties

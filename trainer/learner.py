@@ -22,7 +22,6 @@ from trainer.batching import BatchPlan, plan_micro_batches
 from trainer.config import AlgorithmConfig
 from trainer.interrupt import Interrupt
 from trainer.learner_setup import (
-    CHECKPOINT_TAG,
     LearnerSpec,
     adamw,
     deepspeed_config,
@@ -48,6 +47,7 @@ from trainer.train_rollout import (
     with_second_moment_mask,
 )
 from trainer.update import Update, Updater
+from trainer.zero_files import CHECKPOINT_TAG, check_stage
 from weight_sync.source import DeepSpeedSource
 
 _EXPORT_BUCKET_BYTES = 256 << 20
@@ -222,12 +222,8 @@ class Learner:
         if not files.is_dir():
             raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
         self._record.check(folder)
+        check_stage(files, int(self._engine.zero_optimization_stage()))
         saved_by = len(shard_files(files))
-        if (saved_by > 0) != (self._engine.zero_optimization_stage() > 0):
-            raise ValueError(
-                f"the checkpoint in {folder} was written {'with' if saved_by else 'without'} learner.zero_stage, and "
-                f"the run has {self.spec.learner.zero_stage}; the stage must stay"
-            )
         if saved_by not in (0, self.world_size) and self.spec.learner.lora.rank:
             raise ValueError(
                 f"the checkpoint of adapters in {folder} was written by {saved_by} ranks, and the run has "
@@ -319,7 +315,10 @@ class Learner:
         return batch_logprobs(model, plan, rollouts, self.rank, self._device, look, temperature)
 
     def _given_up(self, updates: Sequence[Update]) -> InterruptedError:
-        """What an interrupted step ends with. Once the weights changed it counts: no batch is learned from twice."""
+        """What an interrupted step ends with. Once the weights changed it counts: no batch is learned from twice.
+
+        No step follows, since an interrupt stays (:meth:`Interrupt.set`): what was accumulated need not be cleared.
+        """
         self._engine.zero_grad()
         made = sum(not update.skipped for update in updates)
         if made == 0:

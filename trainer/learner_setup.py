@@ -20,8 +20,6 @@ from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_TAG = "learner"
-"""The folder, in the learner's of a checkpoint, in which DeepSpeed writes its files."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Forward dtypes that the learner trains in, by the name that ``model.dtype`` takes."""
 

@@ -102,7 +102,7 @@ async def train(parts: Parts) -> None:
     """
     async with parts.weights:
         await push(parts, version=parts.steps_done)
-        await parts.evaluations.begin(parts.steps_done)
+    await parts.evaluations.begin(parts.steps_done, parts.weights)
     helpers = (produce, equip_engines, adapt_concurrency, watch_for_stalls)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -111,7 +111,7 @@ async def train(parts: Parts) -> None:
             for task in helping:
                 task.cancel()
     finally:
-        await parts.evaluations.give_up()
+        await parts.evaluations.give_up("the run ends before it does")
 
 
 async def produce(parts: Parts) -> None:
@@ -186,6 +186,7 @@ async def learn(parts: Parts) -> None:
             await push(parts, version + 1)
 
         await asyncio.to_thread(report_step, parts, metrics, result.skipped)
+        await parts.evaluations.begin(parts.steps_done, parts.weights)
         refuse_to_go_on_without_learning(parts, result.skipped)
         await maybe_checkpoint(parts)
     await parts.evaluations.ended()
@@ -251,7 +252,7 @@ def engine_counts(parts: Parts) -> dict[str, float]:
 async def push(parts: Parts, version: int) -> None:
     """Move the learner's weights into every engine and publish them as ``version``.
 
-    A new version waits for the evaluation of the one before, if there is one, and begins its own if it is due.
+    A new version waits for an evaluation that needs the weights of the one before.
     """
     new = version != parts.admission.version
     if new:
@@ -260,7 +261,6 @@ async def push(parts: Parts, version: int) -> None:
     report = await parts.pusher.push(version)
     if new:
         parts.admission.published(version)
-        await parts.evaluations.begin(version)
     parts.place_freed.set()
     parts.watch.push(push_record(report, started, parts.engines.interrupted))
 

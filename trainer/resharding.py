@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,13 @@ def load_on_other_ranks(engine: Any, folder: Path, rank: int, ranks: int) -> dic
     """Load the checkpoint in ``folder`` into a DeepSpeed engine of ``ranks`` ranks that did not write it; what was
     saved beside it. A collective.
 
-    Raises ``ValueError`` when it was written at a ZeRO stage that keeps its parts otherwise.
+    It must be of a stage that keeps its parts alike: :func:`trainer.zero_files.check_stage`.
     """
     saved = [_load(path)["optimizer_state_dict"] for path in shard_files(folder)]
     of_weights = sorted(folder.glob("*mp_rank_00_model_states.pt"))[0]
     model = _load(of_weights)
-    by_parameter, wanted = "fp32_flat_groups" in saved[0], engine.zero_optimization_stage()
-    if by_parameter != (wanted == 3):
-        raise ValueError(
-            f"the checkpoint in {folder} is {'' if by_parameter else 'not '}of learner.zero_stage=3, and the run has "
-            f"{wanted}; the stage must stay"
-        )
     optimizer = engine.optimizer
-    if by_parameter:
+    if engine.zero_optimization_stage() == 3:
         optimizer.checkpoint_event_prologue()
         part = parameter_parts(saved, model["param_shapes"], engine._get_zero_param_shapes(), rank, ranks)
         optimizer.load_state_dict(_at(rank, part), load_optimizer_states=True)
@@ -73,8 +67,8 @@ def flat_parts(saved: Sequence[Mapping[str, Any]], shapes: Shapes, sizes: Sequen
     for group, size in enumerate(sizes):
         numel = sum(_numel(shape) for shape in shapes[group].values())
 
-        def part(pieces: Iterator[Tensor], numel: int = numel, size: int = size) -> Tensor:
-            return _padded(torch.cat(list(pieces))[:numel][rank * size : (rank + 1) * size], size)
+        def part(pieces: Iterable[Tensor], numel: int = numel, size: int = size) -> Tensor:
+            return _cut(pieces, rank * size, size, numel)
 
         masters.append(part(one["single_partition_of_fp32_groups"][group].detach() for one in saved))
         of_ranks = [one["base_optimizer_state"]["state"].get(group) for one in saved]
@@ -98,9 +92,9 @@ def parameter_parts(
 
     def part(name: str, key: str) -> Tensor:
         group, start, length, numel = places[name]
-        pieces = [_flat(one, group, key)[start : start + length] for one in saved]
+        pieces = (_flat(one, group, key)[start : start + length] for one in saved)
         own = -(-numel // ranks)
-        return _padded(torch.cat(pieces)[:numel][rank * own : (rank + 1) * own], own)
+        return _cut(pieces, rank * own, own, numel)
 
     optimizer = saved[0]["optimizer_state_dict"]
     masters = [torch.cat([part(name, "fp32") for name in group]) for group in new_shapes]
@@ -135,7 +129,17 @@ def _flat(saved: Mapping[str, Any], group: int, key: str) -> Tensor:
     return flat
 
 
-def _padded(part: Tensor, size: int) -> Tensor:
+def _cut(pieces: Iterable[Tensor], start: int, size: int, numel: int) -> Tensor:
+    """``size`` elements from ``start`` on of the pieces in a row, of which ``numel`` count; zeros behind those.
+
+    What lies outside is never touched: a rank has room for its part, not for the whole model.
+    """
+    stop, at = min(start + size, numel), 0
+    own: list[Tensor] = []
+    for piece in pieces:
+        own.append(piece[max(start - at, 0) : max(stop - at, 0)])
+        at += piece.numel()
+    part = torch.cat(own)
     return torch.nn.functional.pad(part, (0, size - part.numel()))
 
 

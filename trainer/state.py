@@ -10,6 +10,7 @@ taken for a whole one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -43,6 +44,7 @@ from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
 from trainer.watch.metrics import RunningTotals
+from trainer.zero_files import CHECKPOINT_TAG, check_stage
 
 if TYPE_CHECKING:
     from trainer.data import PromptStream
@@ -137,7 +139,8 @@ def load_state(
 
     ``model_source`` says what ``model.path`` names here.
 
-    Raises :class:`ConfigError` when a file cannot be read, belongs to another model, or is past ``steps``; the stream
+    Raises :class:`ConfigError` when a file cannot be read, belongs to another model or another
+    ZeRO stage, or is past ``steps``; the stream
     raises ``DataError`` for other data or another seed.
     """
     try:
@@ -154,6 +157,7 @@ def load_state(
             )
         if state.step > config.steps:
             raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
+        _check_stage(checkpoint, config.learner.zero_stage)
         RunningTotals().load_state_dict(state.totals["totals"])
         prompts.load_state_dict(state.prompts)  # other data is refused before rollouts of it are looked for
         kept = KeptGroups(first_number=NUMBERS_BEFORE * (1 + state.step))
@@ -165,6 +169,17 @@ def load_state(
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     return state, kept
+
+
+def _check_stage(checkpoint: Path, stage: int) -> None:
+    """Raise :class:`ConfigError` for a learner of another ZeRO stage: found here before anything is started."""
+    files = checkpoint / LEARNER_FOLDER / CHECKPOINT_TAG
+    if not files.is_dir():
+        return
+    try:
+        check_stage(files, *((stage,) if stage else (0, 1)))  # in bfloat16 stage 0 becomes 1
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _resumable(kept: KeptGroups, sampling: SamplingConfig) -> KeptGroups:
@@ -255,7 +270,10 @@ async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = N
     await asyncio.to_thread(check_room, parts.config.run_dir)
     temporary = final.with_name(f".{final.name}.writing")
     await asyncio.to_thread(shutil.rmtree, temporary, True)
-    await parts.learner.save(str(temporary / LEARNER_FOLDER))
+    # A push would wait behind this at the learner, against its deadline. An interrupt has ended the pushes, and waits
+    # for nothing that still holds the lock.
+    async with parts.weights if newest is None else contextlib.nullcontext():
+        await parts.learner.save(str(temporary / LEARNER_FOLDER))
     if newest is None:
         newest = await rollouts_now(parts)
     # One moment: no await between here and the last of these.

@@ -515,7 +515,11 @@ def test_a_push_waits_for_a_replacement_where_no_engine_is_left():
         await asyncio.sleep(5.0)
         world.engines[0].die()
         await asyncio.sleep(0.5)
+        there = asyncio.create_task(world.pool.one_there())
+        await asyncio.sleep(0.5)
+        assert not there.done()
         await world.push(1)
+        await there
         check(await task, published=1)
         assert world.pool.serving == 1
 
@@ -529,6 +533,8 @@ def test_a_push_fails_with_the_cause_when_no_engine_is_left_for_good():
         world.engines[0].refuse_weights = True
         with pytest.raises(EngineError, match=r"no engine is left.*at transfer.*engine 0 refuses weights"):
             await world.push(1)
+        with pytest.raises(EngineError, match="no engine is left"):
+            await world.pool.one_there()
 
     run(test, pool_settings=pool_settings_for(1, max_restarts=0), equipping=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from generator.link import EngineError, EngineLostError
 from generator.rollout import Prompt, Rollout, ScoredRollout
 from tests.trainer.loop_doubles import Engines, Rewards, Watch, parts
 from trainer.episodes import SingleTurn
@@ -96,7 +97,7 @@ async def test_with_no_engine_left_an_evaluation_is_given_up_so_that_a_push_can_
             raise AssertionError
 
     evaluations = Evaluations(evaluator(Dead()), every=1, serving=lambda: 0)
-    await evaluations.begin(4)
+    await evaluations.begin(4, asyncio.Lock())
     await asyncio.wait_for(evaluations.ended(), timeout=10)
     assert "version 4 is given up" in caplog.text
     await asyncio.wait_for(evaluations.ended(), timeout=10)
@@ -144,7 +145,7 @@ async def test_with_engines_of_its_own_pushes_to_the_others_do_not_wait_for_an_e
                 await slow.wait()
             return await super().sample(prompt, rollouts, version)
 
-    async def send(version: int) -> None:
+    async def send(version: int, weights: asyncio.Lock) -> None:
         own.version = version
         sent.append((version, training.version))
 
@@ -165,10 +166,127 @@ async def test_with_engines_of_its_own_pushes_to_the_others_do_not_wait_for_an_e
 async def test_an_evaluation_of_its_own_engines_that_has_ended_is_reported_at_the_next_push():
     own = Engines()
 
-    async def send(version: int) -> None:
+    async def send(version: int, weights: asyncio.Lock) -> None:
         own.version = version
 
     run, found = run_with(Engines(), every=1, steps=3, send=send)
     run.evaluations.evaluator = evaluator(own)
     await asyncio.wait_for(train(run), timeout=60)
     assert list(found) == [0, 1, 2, 3]
+
+
+class Held(SingleTurn):
+    """Samples once ``opened`` is set."""
+
+    opened: asyncio.Event
+
+    async def sample(self, prompt: Prompt, rollouts: list[Rollout], version: int) -> Any:
+        await self.opened.wait()
+        return await super().sample(prompt, rollouts, version)
+
+
+def held_evaluator(own: Engines) -> tuple[Evaluator, asyncio.Event]:
+    episodes = Held(own, Rewards(), str, Watch())
+    episodes.opened = asyncio.Event()
+    return Evaluator(HELD_OUT, episodes, 2, pass_reward=1.0), episodes.opened
+
+
+async def test_engines_of_training_are_at_work_and_get_weights_while_the_next_evaluation_waits_for_the_one_before():
+    own, training = Engines(), Engines()
+
+    async def send(version: int, weights: asyncio.Lock) -> None:
+        async with weights:
+            own.version = version
+
+    run, found = run_with(training, every=1, steps=3, send=send)
+    run.admission.max_versions = run.learner.bound = 0
+    run.evaluations.evaluator, opened = held_evaluator(own)
+    running = asyncio.create_task(train(run))
+    for _ in range(10_000):
+        await asyncio.sleep(0)
+    assert (run.evaluations.going_on, run.pusher.pushed) == (0, [0, 1])
+    assert training.calls == 2 * 3, "the groups of version 1 are sampled too"
+    training.joined.set()
+    for _ in range(100):
+        await asyncio.sleep(0)
+        if len(run.pusher.pushed) > 2:
+            training.joined.clear()
+    assert run.pusher.pushed[:3] == [0, 1, 1], "an engine that joined gets the weights"
+    opened.set()
+    await asyncio.wait_for(running, timeout=60)
+    assert list(found) == [0, 1, 2, 3]
+
+
+class Hangs(Engines):
+    """Lost: nobody samples until another engine serves, which the next evaluation brings."""
+
+    async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
+        if self.version == 2:
+            await asyncio.Event().wait()
+        return await super().generate(rollouts)
+
+
+class Raises(Engines):
+    """The same, after so long that the pool does not wait any more."""
+
+    async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
+        if self.version == 2:
+            raise EngineError("no engine has served for 60 s (engine.start_timeout)")
+        return await super().generate(rollouts)
+
+
+@pytest.mark.parametrize("lost", [Hangs, Raises])
+async def test_a_lost_engine_of_its_own_costs_an_evaluation_its_result_and_nothing_else(lost, caplog):
+    own = lost()
+
+    async def send(version: int, weights: asyncio.Lock) -> None:
+        own.version = version
+
+    run, found = run_with(Engines(), every=2, send=send, serving=lambda: int(own.version != 2))
+    run.evaluations.evaluator = evaluator(own)
+    await asyncio.wait_for(train(run), timeout=60)
+    assert run.steps_done == 6
+    assert list(found) == [0, 4, 6]
+    assert "the evaluation of version 2 is given up and has no result: no engine" in caplog.text
+
+
+async def test_training_goes_on_without_evaluations_when_their_engine_cannot_be_replaced_any_more(caplog):
+    async def send(version: int, weights: asyncio.Lock) -> None:
+        if version > 0:
+            raise EngineError("no engine is left and engine.max_restarts=3 is used up")
+
+    run, found = run_with(Engines(), every=3, send=send)
+    run.evaluations.evaluator = evaluator(Engines())
+    await asyncio.wait_for(train(run), timeout=60)
+    assert (run.steps_done, list(found)) == (6, [0])
+    for version in (3, 6):
+        assert f"version {version} is given up and has no result: no engine is left" in caplog.text
+
+
+async def test_a_result_that_cannot_be_right_ends_the_run_also_when_an_engine_was_lost_beside_it():
+    class Some(Engines):
+        async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
+            if rollouts[0].id.startswith("evaluation-0-1-"):
+                raise EngineLostError("gone")
+            raise ValueError("a fault of ours")
+
+    async def send(version: int, weights: asyncio.Lock) -> None:
+        pass
+
+    evaluations = Evaluations(evaluator(Some()), every=1, send=send)
+    await evaluations.begin(0, asyncio.Lock())
+    with pytest.raises(ExceptionGroup) as raised:
+        await evaluations.ended()
+    assert raised.group_contains(ValueError)
+
+
+async def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_named(caplog):
+    run, found = run_with(Engines(), every=1)
+    run.evaluations.evaluator, _ = held_evaluator(Engines())
+    running = asyncio.create_task(train(run))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert found == {}
+    assert "the evaluation of version 0 is given up and has no result: the run ends" in caplog.text

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.tiny import learner_spec
+from tests.trainer.learner_files import FILES
 from tests.trainer.plain_loop import (
     EPSILON,
     batch,
@@ -27,6 +28,7 @@ from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerC
 from trainer.learner import Learner
 from trainer.learner_setup import LearnerSpec
 from trainer.train_rollout import TrainRollout
+from trainer.zero_files import CHECKPOINT_TAG, saved_stages
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.01, max_grad_norm=0.1, warmup_steps=2, eps=EPSILON)
 SEQUENCES = [[1, 2, 3, 4], [5, 6]]
@@ -159,6 +161,7 @@ def worker(rank: int, world: int, port: int, folder: Path, others: Path) -> None
         results[f"continued: {name}"] = continued(learner, changes, folder / name, rank)
         if others.is_dir():
             results[f"from other ranks: {name}"] = loaded_and_trained(learner, changes, others / name, folder, rank)
+    results["other stages"] = [refused_stage(learner, *stages, folder) for stages in ((2, 3), (3, 2), (0, 2), (2, 0))]
     for name, changes in STREAMED.items():
         results[f"streamed: {name}"] = two_steps(learner, changes, folder, rank, step=streamed)
     for name, changes in STREAMED_AGAINST_WHOLE.items():
@@ -247,12 +250,26 @@ def continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) ->
     one = learner(**changes)
     one.train(batch(0), version=0)
     one.save(folder / "checkpoint")
+    assert one.engine.zero_optimization_stage() in saved_stages(folder / "checkpoint" / CHECKPOINT_TAG)
     saved = exported(one, folder / "export", rank)
     read = checkpoint_weights(folder / "checkpoint") if rank == 0 else {}
     one.train(batch(1), version=1)
     uninterrupted = exported(one, folder / "export", rank)
     one.close()
     return saved, read, uninterrupted, loaded_and_trained(learner, changes, folder, folder, rank)[1]
+
+
+def refused_stage(learner: Any, own: int, written: int, folder: Path) -> str:
+    """What loading files of another stage ends with, before anything in them is read."""
+    files = folder / f"of stage {written}" / CHECKPOINT_TAG
+    files.mkdir(parents=True, exist_ok=True)
+    for name in FILES[written]:
+        (files / name).touch()
+    one = learner(stage=own)
+    with pytest.raises(ValueError, match="the stage must stay") as refused:
+        one.load(files.parent)
+    one.close()
+    return str(refused.value)
 
 
 def adapters_continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[dict, dict]:
@@ -437,6 +454,13 @@ def test_a_checkpoint_continues_on_another_number_of_ranks(results, folders, nam
     assert steps == 2
     assert equal(loaded, saved)
     assert distance(trained, uninterrupted, saved) < (0.05 if name == "bfloat16" else 1e-5)
+
+
+@pytest.mark.engine
+def test_files_of_another_stage_are_refused_with_both_stages(results):
+    wanted = [("3", "2"), ("1 or 2", "3"), ("1 or 2", "0"), ("0", "2")]
+    for error, (written, own) in zip(results[1]["other stages"], wanted, strict=True):
+        assert f"learner.zero_stage={written}, and the run has {own};" in error
 
 
 @pytest.mark.engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
 from trainer.config import KLConfig, WatchdogConfig
 from trainer.loop import NonFiniteError, Parts, RewardError, train
+from trainer.state import save_checkpoint
 from trainer.step_metrics import StepResult
 from weight_sync import push as weight_push
 from weight_sync.push import PushReport
@@ -60,6 +62,54 @@ async def test_the_learner_begins_before_the_batch_is_full_and_gets_every_rollou
         # The double has every second rollout of a call leave the reference, and a call holds whole groups.
         paid = 0.5 if place == "reward" else 0.0
         assert [r.advantage for r in batch] == [-(1.0 - paid) / 2, (1.0 - paid) / 2] * 4
+
+
+async def ticks(number: int = 50) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_no_push_waits_at_the_learner_behind_the_pass_for_the_penalties(streaming):
+    """An engine joins in the middle of every pass: its push begins when the pass is through."""
+    beside: list[int] = []
+
+    class Passing(Learner):
+        async def kl_penalties(self, rollouts: Any) -> list[float]:
+            before = len(run.pusher.pushed)
+            run.engines.joined.set()
+            await ticks()
+            beside.append(len(run.pusher.pushed) - before)
+            run.engines.joined.clear()
+            return [0.0 for _ in rollouts]
+
+    run = parts(learner=Passing(1), streaming=streaming)
+    run.config.algorithm.kl = KLConfig(coefficient=0.1, place="reward")
+    await finish(run)
+    assert set(beside) == {0}
+
+
+async def test_no_push_waits_at_the_learner_behind_a_checkpoint_and_an_interrupt_waits_for_no_push(tmp_path):
+    class Saving(Learner):
+        async def save(self, folder: str) -> None:
+            held.append(run.weights.locked())
+            await asyncio.to_thread(Path(folder).mkdir, parents=True)
+
+    held: list[bool] = []
+    run = parts(learner=Saving(1), engines=Reporting())
+    run.config.run_dir = str(tmp_path)
+    run.watch.state_dict = dict
+    await save_checkpoint(run)
+    assert held == [True]
+    async with run.weights:  # by a push that does not end
+        await asyncio.wait_for(save_checkpoint(run, newest={}), timeout=10)
+
+
+class Reporting(Engines):
+    """Has nothing in flight."""
+
+    async def partial_rollouts(self, limit: float) -> list[Rollout]:
+        return []
 
 
 async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for():

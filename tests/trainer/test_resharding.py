@@ -129,6 +129,26 @@ def test_a_checkpoint_from_before_the_first_update_has_no_moments():
     assert part["single_partition_of_fp32_groups"][0].numel() == 8
 
 
+def test_a_rank_reads_its_own_part_and_never_has_the_whole_model_in_memory():
+    """The row here is one element that looks like 2 ** 51 of them: nobody has the memory to copy it."""
+    length = 2**50
+    pieces = [torch.full((1,), value).expand(length) for value in (1.0, 2.0)]
+    saved = [
+        {
+            "single_partition_of_fp32_groups": [piece],
+            "base_optimizer_state": {"state": {0: {"step": 3, **dict.fromkeys(MOMENTS, piece)}}},
+        }
+        for piece in pieces
+    ]
+    # Ranks of six elements do not divide the pieces: that of the middle has four of the first and two of the second.
+    rank, size = length // 6, 6
+    part = flat_parts(saved, [{"p0": [2 * length]}], [size], rank)
+    assert length % 6 == 4
+    wanted = [1.0] * 4 + [2.0] * 2
+    assert part["single_partition_of_fp32_groups"][0].tolist() == wanted
+    assert all(part["base_optimizer_state"]["state"][0][key].tolist() == wanted for key in MOMENTS)
+
+
 def test_files_are_in_the_order_of_ranks_not_of_names(tmp_path):
     for rank in (10, 2, 0):
         (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()

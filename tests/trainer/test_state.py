@@ -1,13 +1,15 @@
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from generator.rollout import Prompt, Rollout
 from generator.task import DataError
+from tests.trainer.learner_files import FILES
 from trainer.checkpoint_folder import FILES_FILE, STATE_FILE, check_room, checkpoint_path, checkpoints, torn
 from trainer.checks import ConfigError
-from trainer.config import CheckpointConfig, Config
+from trainer.config import CheckpointConfig, Config, LearnerConfig
 from trainer.data import PromptStream
 from trainer.groups import KeptGroups, StartedGroup
 from trainer.state import (
@@ -231,3 +233,27 @@ def test_a_run_is_done_when_its_last_step_and_its_end_are_on_the_disk(tmp_path, 
         (tmp_path / "summary.json").write_text(summary)
     state = RunState(step=10, model="m", prompts={}, totals={})
     assert is_done(config(tmp_path, steps=steps), state) == done
+
+
+@pytest.mark.parametrize(
+    ("written", "stage", "refused"),
+    [
+        (2, 3, True),
+        (3, 2, True),
+        (0, 2, True),
+        (3, 0, True),
+        (0, 0, False),
+        (2, 1, False),
+        (2, 0, False),
+        (3, 3, False),
+    ],
+)
+def test_a_learner_of_another_zero_stage_is_refused_before_anything_is_started(tmp_path, written, stage, refused):
+    """Stage 0 may turn out to be 1: it does in bfloat16."""
+    folder = write(tmp_path, 1)
+    (folder / "learner" / "learner").mkdir(parents=True)
+    for name in FILES[written]:
+        (folder / "learner" / "learner" / name).touch()
+    run = replace(config(), learner=LearnerConfig(zero_stage=stage))
+    with pytest.raises(ConfigError, match=r"learner\.zero_stage.*the stage must stay") if refused else nullcontext():
+        load_state(folder, run, stream())
