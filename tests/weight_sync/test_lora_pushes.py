@@ -137,7 +137,7 @@ async def test_an_engine_that_is_to_have_an_adapter_does_not_serve_without_one(a
     with pytest.raises(EngineError, match="the engine is not paused"):
         await adapted.load_adapter(1, files)
     await adapted.pause()
-    with pytest.raises(EngineError, match="holds no weights that the adapter"):
+    with pytest.raises(EngineError, match="holds no whole weights that the adapter"):
         await adapted.load_adapter(1, files)
     with pytest.raises(PushError, match=r"at confirm: EngineError: engine 0 holds no adapter"):
         await push.push(next(versions))
