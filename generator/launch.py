@@ -49,7 +49,7 @@ class EngineSettings:
     lora_rank: int = 0
     """Rank of the adapter that belongs to every version; 0: none does."""
     lora_targets: tuple[str, ...] = ()
-    """The layers that it is for, by their full names or the last parts of them."""
+    """The layers that it is for, by the last parts of their names: by more vLLM does not find parts of fused layers."""
     executor: str | None = None
     """vLLM's ``distributed_executor_backend``, or the path of a class; ``None``: vLLM chooses."""
     prestart_core: bool = False

@@ -94,13 +94,14 @@ class WeightReceiver:
     async def load_adapter(self, version: int, files: AdapterFiles) -> None:
         """Compute with this adapter beside the weights that are there, and call both together ``version``.
 
-        Raises :class:`EngineError` without weights, and ``ValueError`` for files that did not arrive as they were sent.
+        Raises :class:`EngineError` without weights, or with half of an update in them, and ``ValueError`` for files
+        that did not arrive as they were sent.
         """
         from weight_sync.adapter_files import manifest_of
         from weight_sync.manifest import Manifest
 
-        if self._open or self._whole is None:
-            raise EngineError(f"{self.name} holds no weights that the adapter of version {version} could be for")
+        if self._open or self._updating or self._whole is None:
+            raise EngineError(f"{self.name} holds no whole weights that the adapter of version {version} could be for")
         arrived = await asyncio.to_thread(manifest_of, files)
         self._updating = True
         self.adapter = await load_adapter(self.llm, version, files)
@@ -113,6 +114,8 @@ class WeightReceiver:
         if not self._open:
             return
         self._open = False
+        if self._updating:
+            self._whole = None  # a delta or an adapter is for a whole version, and the model is half of one
         from weight_sync.client import UpdateRequest
 
         with suppress(Exception):  # the expected answer; a dead vLLM says so again at the next call

@@ -16,6 +16,7 @@ from generator.resume import Sampling
 from generator.rollout import Rollout
 from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from trainer.learner_setup import LearnerSpec
+from trainer.lora import adapters_off
 from trainer.placement import ONEDNN_PRIMITIVES
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.ranks import group_size, rank_offsets
@@ -221,6 +222,11 @@ class ModuleLearner:
         """What ``model`` computes for each sequence: log-probabilities of every token but the first."""
         rows = [(next_token_logprobs(self.model, list(tokens)), torch.tensor(tokens[1:])) for tokens in sequences]
         return [logprobs.gather(1, tokens[:, None])[:, 0].tolist() for logprobs, tokens in rows]
+
+    async def base_logprobs(self, sequences: Any) -> list[list[float]]:
+        """The same with its adapters off."""
+        with adapters_off(self.model):
+            return await self.logprobs(sequences)
 
     async def send(self, version: int, hashed: bool = False) -> Any:
         """Move the weights."""

@@ -221,6 +221,12 @@ def _check_lora(config: Config) -> None:
             "`weight_sync.lora=adapter` needs `learner.lora.targets`: engines make room for adapters when they start; "
             "in most models all linear layers are [q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
         )
+    if dotted := [name for name in lora.targets if "." in name]:
+        raise ConfigError(
+            f"`learner.lora.targets` names {', '.join(map(repr, dotted))}, and with `weight_sync.lora=adapter` engines "
+            "know layers by the last part of their names alone; write "
+            f"{', '.join(sorted({name.rpartition('.')[2] for name in dotted}))}, or use `weight_sync.lora=merged`"
+        )
     if config.evaluation.every and config.evaluation.engine == "dedicated":
         raise ConfigError(
             "`weight_sync.lora=adapter` with `evaluation.engine=dedicated`: its engine takes whole weights; use "

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from generator.link import root_cause
 from generator.task import DataError, ModelError
 from trainer.checks import ConfigError
-from trainer.config import Config
+from trainer.config import Config, LoRAConfig
 from trainer.dotted import DottedPathError
 from trainer.evaluation_target import Target, find_target
 from trainer.leave import leave
@@ -82,12 +82,13 @@ def main() -> int:
 
 def evaluating(target: Target) -> Target:
     """The target with a configuration in which nothing but an evaluation is wanted: held-out rows are loaded, and no
-    learner, reference model or weight push asks for anything."""
+    learner, reference model or weight push asks for anything. Engines load whole weights, adapters merged."""
     config = target.config
     config = replace(
         config,
         evaluation=replace(config.evaluation, every=config.evaluation.every or 1, engine="shared"),
-        learner=replace(config.learner, ranks=0),
+        learner=replace(config.learner, ranks=0, lora=LoRAConfig()),
+        weight_sync=replace(config.weight_sync, lora="merged"),
         algorithm=replace(config.algorithm, kl=replace(config.algorithm.kl, model=None)),
     )
     return replace(target, config=config)

@@ -39,6 +39,10 @@ class LearnerOfPool:
         """Log-probabilities of every token but the first."""
         return await self.learner.logprobs(sequences)
 
+    async def base_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The same with the adapters off."""
+        return await self.learner.base_logprobs(sequences)
+
 
 def evaluation_pool(make: Callable[[int], EngineLink], settings: PoolSettings) -> EnginePool:
     """A pool of one engine. Whatever a push meets there is given up: nothing of an older version is wanted any more."""

@@ -185,6 +185,11 @@ class Learner:
         values = self._current_logprobs(rollouts, temperature=temperature)
         return [part.tolist() for part in split_tokens(values, rollouts)]
 
+    def base_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As :meth:`logprobs`, with the adapters off."""
+        with adapters_off(self._engine.module):
+            return self.logprobs(sequences)
+
     def kl_penalties(self, rollouts: Sequence[TrainRollout]) -> list[float]:
         """What ``algorithm.kl`` subtracts from the reward of each rollout, before the first update on them.
 

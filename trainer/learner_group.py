@@ -65,6 +65,9 @@ class LearnerActor:
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         return self._learner.logprobs(sequences, temperature)
 
+    def base_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._learner.base_logprobs(sequences)
+
     def save(self, folder: str) -> None:
         self._learner.save(folder)
 
@@ -182,6 +185,10 @@ class LearnerGroup:
     async def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """For each token sequence, the current log-probability of every token but the first."""
         return (await self._call("logprobs", sequences, temperature))[0]
+
+    async def base_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The same with the adapters off."""
+        return (await self._call("base_logprobs", sequences))[0]
 
     async def save(self, folder: str | Path) -> None:
         """Write a checkpoint. The folder must be visible on the node of every rank."""

@@ -36,13 +36,13 @@ class AdapterSender(WeightSender):
 
     def send(self, version: int, hashed: bool = False) -> int:
         """As :meth:`WeightSender.send`. The adapter always travels with a checksum."""
-        sent = 0 if self._alone else super().send(version, hashed)
         self._adapter.begin_pass()
         try:
+            sent = 0 if self._alone else super().send(version, hashed)
             if self._rank == 0:
                 self._send_adapter(version)
         finally:
-            # Other ranks wait in the gathers of this pass.
+            # Other ranks wait in the gathers of this pass, also where the base did not get as far as the engines.
             self._adapter.finish_pass()
         return sent + self._adapter.manifest().total_bytes
 

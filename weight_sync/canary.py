@@ -96,6 +96,11 @@ def compare(expected: Logprobs, answers: Mapping[str, Logprobs | None], dtype: s
     return CanaryReport(sum(everything) / len(everything), max(everything), len(by_engine))
 
 
+def differ(one: Logprobs, other: Logprobs, dtype: str) -> bool:
+    """Whether two answers are further apart than :func:`compare` lets pass."""
+    return bool(_complaint(_differences(one, other), TOLERANCES[dtype]))
+
+
 Difference = tuple[float, int, int]
 """Absolute difference, sequence, position of the token in it."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from weight_sync.canary import CanaryReport, Logprobs, Sequences, compare
+from weight_sync.canary import CanaryReport, Logprobs, Sequences, compare, differ
 from weight_sync.manifest import Manifest
 from weight_sync.push_error import PushError, engine_of
 from weight_sync.verification import Verification
@@ -83,6 +83,10 @@ class Learner(Protocol):
 
     async def logprobs(self, sequences: Sequences) -> Logprobs:
         """Log-probabilities of every token but the first, at temperature 1, under the weights that are sent next."""
+        ...
+
+    async def base_logprobs(self, sequences: Sequences) -> Logprobs:
+        """The same with the adapters off. Asked only where an adapter is pushed."""
         ...
 
 
@@ -157,6 +161,8 @@ class Pusher:
     step: Step = field(default=Step.IDLE, init=False)
     _unproven: bool = field(default=True, init=False)
     """Whether no push was proven since engines joined or left."""
+    _adapter_unproven: bool = field(default=True, init=False)
+    """Whether none of those proofs would have failed on an engine that computes without the adapter."""
     _held: int | None = field(default=None, init=False)
     """The version that every engine holds, byte for byte: the last one, unless something has happened since."""
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -190,10 +196,11 @@ class Pusher:
         self._seconds = {}
         if self.engines.members_changed:  # before prepare: it is the connection that makes the learner's sender
             await self._within(Step.CONNECT, self.connect)
-            self._unproven, self._held = True, None
-        proven = self.verification.wanted(version, self._unproven)
+            self._unproven = self._adapter_unproven = True
+            self._held = None
         base, self._held = self._base(version), None
-        manifest, expected = await self._within(Step.PREPARE, lambda: self._prepare(base, proven))
+        manifest, expected, of_adapter = await self._within(Step.PREPARE, lambda: self._prepare(version, base))
+        proven = bool(expected)
         sent = await self._transfer(version, base, proven, manifest) if self.staged else 0
         paused_at = self.clock()
         await self._within(Step.GATE, self.engines.close_gate, self.drain_timeout)
@@ -207,6 +214,7 @@ class Pusher:
             self.engines.publish(version)
             self.published = self._held = version
         self._unproven = self._unproven and not proven
+        self._adapter_unproven = self._adapter_unproven and not of_adapter
         await self._within(Step.RESUME, self.engines.resume)
         pause_seconds = self.clock() - paused_at
         return PushReport(version, sent, dict(self._seconds), pause_seconds, manifest.total_bytes, canary)
@@ -217,10 +225,19 @@ class Pusher:
             return None
         return self._held
 
-    async def _prepare(self, base: int | None, proven: bool) -> tuple[Manifest, Logprobs]:
-        """What the engines will hold and, for a canary, what the learner computes with it."""
+    async def _prepare(self, version: int, base: int | None) -> tuple[Manifest, Logprobs, bool]:
+        """What the engines will hold and, where they are to prove it, what the learner computes with it; whether that
+        is not what it computes without the adapter, within the canary's tolerance."""
+        verification = self.verification
         manifest = await self.learner.prepare(base)
-        return manifest, await self.learner.logprobs(self.verification.sequences) if proven else ()
+        wanted = verification.wanted(version, self._unproven)
+        if not wanted and not (verification.of_adapters and self._adapter_unproven):
+            return manifest, (), False
+        expected = await self.learner.logprobs(verification.sequences)
+        if not verification.of_adapters:
+            return manifest, expected, False
+        telling = differ(expected, await self.learner.base_logprobs(verification.sequences), verification.dtype)
+        return manifest, expected if wanted or telling else (), telling
 
     async def _transfer(self, version: int, base: int | None, proven: bool, manifest: Manifest) -> int:
         """Send; the bytes that were sent."""

@@ -35,6 +35,9 @@ class SimulatedSender:
     async def logprobs(self, sequences: Sequences) -> Logprobs:
         return sequence_logprobs(sequences)
 
+    async def base_logprobs(self, sequences: Sequences) -> Logprobs:
+        return sequence_logprobs(sequences)
+
     async def send(self, version: int, hashed: bool = False) -> int:
         """Load ``version`` into every member, or stage it. Raises :class:`PushError` naming the first that failed."""
         if self.seconds:

@@ -15,7 +15,8 @@ class Verification:
     """``when`` is a word, or n for the first push and every n-th version.
 
     ``dtype`` is the one in which learner and engines compute; ``sequences`` are what both compute on. ``adapters``: an
-    adapter is pushed, which at version 0 changes nothing, so that only version 1 shows whether engines apply it.
+    adapter is pushed. At version 0 it changes nothing, and for some versions too little for the canary to tell an
+    engine that leaves it out; until one could, pushes are proven as soon as the learner finds that it would.
     """
 
     when: VerifyWord | int = "none"
@@ -27,6 +28,11 @@ class Verification:
         """Whether to prove the push of ``version``. ``unproven``: nothing was, since engines joined or left last."""
         if self.when == "none":
             return False
-        if unproven or self.when == "every" or (self.adapters and version == 1):
+        if unproven or self.when == "every":
             return True
         return isinstance(self.when, int) and version % self.when == 0
+
+    @property
+    def of_adapters(self) -> bool:
+        """Whether a push is to show that engines apply the adapter."""
+        return self.adapters and self.when != "none"

@@ -141,6 +141,10 @@ STREAMING = {"batch.streaming": True}
         ({"learner.lora.targets": ["q_proj"]}, ["learner.lora.targets", "no effect", "learner.lora.rank"]),
         ({"learner.lora.rank": 4, "learner.lora.alpha": 0.0}, ["learner.lora.alpha=0", "greater than 0"]),
         (ADAPTER | {"learner.lora.targets": []}, ["weight_sync.lora=adapter", "learner.lora.targets", "q_proj"]),
+        (
+            ADAPTER | {"learner.lora.targets": ["v_proj", "self_attn.q_proj"]},
+            ["learner.lora.targets", "'self_attn.q_proj'", "write q_proj", "weight_sync.lora=merged"],
+        ),
         (ADAPTER | {"learner.lora.rank": 600}, ["learner.lora.rank=600", "512", "weight_sync.lora=merged"]),
         (ADAPTER | {"weight_sync.staging": True}, ["weight_sync.staging=true", "weight_sync.lora=adapter"]),
         (ADAPTER | {"weight_sync.delta": True}, ["weight_sync.delta=true", "weight_sync.lora=adapter"]),

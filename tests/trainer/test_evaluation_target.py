@@ -10,6 +10,8 @@ from trainer.checkpoint_folder import FILES_FILE, STATE_FILE
 from trainer.checks import ConfigError
 from trainer.evaluate import append_result, evaluating, result, table
 from trainer.evaluation_target import find_target, run_config
+from trainer.model import ResolvedModel
+from trainer.placement import engine_settings
 from trainer.watch.run_folder import RunFolder
 
 
@@ -103,6 +105,14 @@ def test_nothing_of_an_evaluation_asks_for_a_learner_or_a_reference(run_dir):
     )
     config = evaluating(find_target(str(run_dir), ["evaluation.every=0", "algorithm.kl.model=/nowhere"])).config
     assert (config.learner.ranks, config.algorithm.kl.model, config.evaluation.every) == (0, None, 1)
+
+
+def test_the_engines_of_an_evaluation_load_whole_weights_where_those_of_the_run_took_an_adapter(run_dir):
+    adapted = ["learner.lora.rank=4", "learner.lora.targets=[q_proj]", "weight_sync.lora=adapter"]
+    model = ResolvedModel("/model", "a model", "", (2,), 512, "float32")
+    target = find_target(str(run_dir), adapted)
+    assert engine_settings(target.config, model, 5).lora_rank == 4
+    assert engine_settings(evaluating(target).config, model, 5).lora_rank == 0
 
 
 def test_the_result_says_of_which_weights_it_is_and_how_it_was_measured(run_dir, tmp_path):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,9 +43,11 @@ def model() -> Any:
     return inject_adapter_in_model(LoraConfig(r=2, target_modules=["1"]), plain)
 
 
-def adapter_sender(model: torch.nn.Module, client: Any) -> AdapterSender:
-    base, adapter = (DeepSpeedSource(model, bucket_bytes=100, lora=part) for part in ("base", "adapter"))
-    sender = AdapterSender(base, adapter, **OPTIONS)
+def adapter_sender(
+    model: torch.nn.Module, client: Any, source: Callable[..., DeepSpeedSource] = DeepSpeedSource, **options: Any
+) -> AdapterSender:
+    base, adapter = (source(model, bucket_bytes=100, lora=part) for part in ("base", "adapter"))
+    sender = AdapterSender(base, adapter, **OPTIONS | options)
     sender._client = client
     return sender
 
@@ -86,3 +93,28 @@ def test_an_engine_that_does_not_load_the_adapter_fails_the_push_and_ends_the_co
     sender.prepare(base=6)
     with pytest.raises(PushError, match="connect before the push"):
         sender.send(7)
+
+
+class Sharded(DeepSpeedSource):
+    """Of a learner of two ranks whose gathers, as ZeRO-3's are, are over when both have come to them."""
+
+    def __init__(self, *arguments: Any, both: threading.Barrier, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._both = both
+
+    @contextmanager
+    def _whole(self, bucket: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        self._both.wait()
+        yield
+
+
+def test_a_base_that_cannot_be_sent_leaves_no_rank_behind_in_a_gather(model):
+    source = partial(Sharded, both=threading.Barrier(2, timeout=20))
+    first, second = (adapter_sender(model, None, source, rank=rank) for rank in range(2))
+    for sender in (first, second):
+        sender.prepare()
+    with ThreadPoolExecutor(2) as ranks:
+        sends = [ranks.submit(sender.send, 7) for sender in (first, second)]
+        with pytest.raises(PushError, match="there is no transfer group"):
+            sends[0].result()
+        assert sends[1].result() > 0
