@@ -32,7 +32,7 @@ train: setup
 	@exec $(PYTHON) -m trainer recipe=$(RECIPE) $(ARGS)
 
 test: setup
-	@exec $(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(TESTS)
+	@exec $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: setup
 	ruff check
