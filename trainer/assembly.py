@@ -24,13 +24,13 @@ from trainer.placement import (
     check_resources,
     device_kind,
     engine_resources,
-    engine_room,
     engine_settings,
     evaluation_sampling,
     has_evaluation_engine,
     learner_gpus,
     pool_settings,
     pushes_adapters,
+    running_limit,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -262,11 +262,12 @@ def _parts(
         admission=Admission(
             batch_prompts=config.batch.prompts,
             max_versions=config.staleness.max_versions,
-            max_running=config.staleness.max_running_groups or engine_room(config),
+            max_running=running_limit(config),
             on_expired=config.staleness.on_expired,
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
         model_source=inputs.model.source,
         check_resources=lambda changed: check_resources(changed, resources),
+        running_limit=running_limit,
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from generator.rollout import Group
 from trainer.admission import Admission
 from trainer.batch import Batch
-from trainer.concurrency import adapt_concurrency
+from trainer.concurrency import Concurrency, adapt_concurrency
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
@@ -71,6 +71,8 @@ class Parts:
     """What ``model.path`` turned out to name, in one phrase."""
     check_resources: Callable[[Config], None] = lambda config: None
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
+    running_limit: Callable[[Config], int] = lambda config: max(1, config.staleness.max_running_groups)
+    """How many groups may be in flight at most in such a run."""
     groups: Groups = field(default_factory=Groups)
     """Those that are sampled, scored, or learned from in the step in progress."""
     evaluations: Evaluations = field(default_factory=Evaluations)
@@ -92,6 +94,11 @@ class Parts:
     """Of the fullest engine since the last step, where it is looked at."""
     reported: Counter[str] = field(default_factory=Counter)
     """The engine pool's counts at the last step."""
+    concurrency: Concurrency = field(init=False)
+    """Owns ``admission.max_running``."""
+
+    def __post_init__(self) -> None:
+        self.concurrency = Concurrency(self.admission.max_running)
 
 
 async def train(parts: Parts) -> None:

@@ -242,6 +242,11 @@ def engine_room(config: Config) -> int:
     return max(1, ROOM_FACTOR * running // config.sampling.group_size)
 
 
+def running_limit(config: Config) -> int:
+    """Groups that may be in flight at most, beside the staleness bound."""
+    return config.staleness.max_running_groups or engine_room(config)
+
+
 def check_tensor_parallel(config: Config, model: ResolvedModel) -> None:
     """Raise :class:`ConfigError` when the model's attention cannot be split among the workers of an engine.
 
