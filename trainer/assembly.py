@@ -93,7 +93,9 @@ def make_engine(
 ) -> RayEngine:
     """Engine ``number`` of a pool, not started; ``loaded_version`` is that of the weights in the model folder, if it is
     to load them."""
-    settings = engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number)
+    settings = engine_settings(
+        config, inputs.model, inputs.longest_prompt, first_step, number, for_evaluations=pool == EVALUATION
+    )
     if pool:
         settings = replace(settings, name=f"{pool} {settings.name}")
     return RayEngine(
