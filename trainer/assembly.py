@@ -241,14 +241,16 @@ def _parts(
     settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
     sampling = settings.sampling
     verification = _verification(config, inputs, settings.max_model_len)
-    for_evaluation = [_evaluation_pusher(config, learner, pool, verification) for pool in others]
+    for_evaluations = next((_evaluation_pusher(config, learner, pool, verification) for pool in others), None)
     adapters = pushes_adapters(config)
     return Parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
         episodes=make_episodes(config, inputs, watch.trace, engines, sampling),
-        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, next(iter(for_evaluation), None)),
+        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, for_evaluations),
+        evaluation_engines=next(iter(others), None),
+        evaluation_pusher=for_evaluations,
         learner=learner,
         pusher=Pusher(
             learner,

@@ -76,6 +76,9 @@ class Parts:
     groups: Groups = field(default_factory=Groups)
     """Those that are sampled, scored, or learned from in the step in progress."""
     evaluations: Evaluations = field(default_factory=Evaluations)
+    evaluation_engines: EnginePool | None = None
+    """Those that are there for evaluations alone, and below what brings them weights."""
+    evaluation_pusher: Pusher | None = None
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change or travel."""
@@ -242,6 +245,8 @@ def refuse_to_go_on_without_learning(parts: Parts, skipped: str) -> None:
 def engine_counts(parts: Parts) -> dict[str, float]:
     """What happened to engines and to requests at them since the last step, also added to the totals."""
     now = Counter(parts.engines.counts)
+    if (others := parts.evaluation_engines) is not None:
+        now.update({name: others.counts[name] for name in ("engines/lost", "engines/restarted")})
     since, parts.reported = now - parts.reported, now
     for name, count in since.items():
         parts.watch.count(name, count)
