@@ -24,13 +24,13 @@ from trainer.placement import (
     check_resources,
     device_kind,
     engine_resources,
-    engine_room,
     engine_settings,
     evaluation_sampling,
     has_evaluation_engine,
     learner_gpus,
     pool_settings,
     pushes_adapters,
+    running_limit,
     transfer_backend,
 )
 from trainer.rewards import RewardScorer
@@ -93,7 +93,9 @@ def make_engine(
 ) -> RayEngine:
     """Engine ``number`` of a pool, not started; ``loaded_version`` is that of the weights in the model folder, if it is
     to load them."""
-    settings = engine_settings(config, inputs.model, inputs.longest_prompt, first_step, number)
+    settings = engine_settings(
+        config, inputs.model, inputs.longest_prompt, first_step, number, for_evaluations=pool == EVALUATION
+    )
     if pool:
         settings = replace(settings, name=f"{pool} {settings.name}")
     return RayEngine(
@@ -239,14 +241,16 @@ def _parts(
     settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
     sampling = settings.sampling
     verification = _verification(config, inputs, settings.max_model_len)
-    for_evaluation = [_evaluation_pusher(config, learner, pool, verification) for pool in others]
+    for_evaluations = next((_evaluation_pusher(config, learner, pool, verification) for pool in others), None)
     adapters = pushes_adapters(config)
     return Parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
         episodes=make_episodes(config, inputs, watch.trace, engines, sampling),
-        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, next(iter(for_evaluation), None)),
+        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, for_evaluations),
+        evaluation_engines=next(iter(others), None),
+        evaluation_pusher=for_evaluations,
         learner=learner,
         pusher=Pusher(
             learner,
@@ -262,11 +266,12 @@ def _parts(
         admission=Admission(
             batch_prompts=config.batch.prompts,
             max_versions=config.staleness.max_versions,
-            max_running=config.staleness.max_running_groups or engine_room(config),
+            max_running=running_limit(config),
             on_expired=config.staleness.on_expired,
             total_groups=config.steps * config.batch.prompts,
         ),
         watch=watch,
         model_source=inputs.model.source,
         check_resources=lambda changed: check_resources(changed, resources),
+        running_limit=running_limit,
     )

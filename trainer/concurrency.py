@@ -38,6 +38,12 @@ class Concurrency:
     def __post_init__(self) -> None:
         self.bound = self.bound or self.most
 
+    def resize(self, most: int) -> int:
+        """There are more engines now, or fewer: ``most`` is the largest bound from now on. The bound, scaled alike."""
+        self.bound = max(1, self.bound * most // self.most)
+        self.most = most
+        return self.bound
+
     def look(self, pressure: Pressure, running: int) -> int:
         """The bound after a look at the engines, with ``running`` groups in flight.
 
@@ -60,12 +66,11 @@ async def adapt_concurrency(parts: Parts) -> None:
     """
     if not parts.config.staleness.adapt_running_groups:
         return
-    concurrency = Concurrency(parts.admission.max_running)
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         pressure = await parts.engines.pressure()
         before = parts.admission.max_running
-        parts.admission.max_running = concurrency.look(pressure, parts.admission.running)
+        parts.admission.max_running = parts.concurrency.look(pressure, parts.admission.running)
         parts.kv_cache_usage = max(parts.kv_cache_usage, pressure.kv_cache_usage)
         if parts.admission.max_running > before:
             parts.place_freed.set()

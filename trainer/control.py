@@ -104,11 +104,15 @@ async def _set_engine_count(parts: Parts, count: Any) -> None:
     check(wanted)
     parts.check_resources(wanted)
     logger.warning("engine.count is %d from now on, it was %d", count, parts.engines.count)
-    if count > parts.engines.count:
-        await parts.engines.set_count(count)  # takes as long as an engine's start: the run goes on meanwhile
-        return
-    async with parts.weights:  # no engine leaves in the middle of a push
-        await parts.engines.set_count(count)
+    try:
+        if count > parts.engines.count:
+            await parts.engines.set_count(count)  # takes as long as an engine's start: the run goes on meanwhile
+        else:
+            async with parts.weights:  # no engine leaves in the middle of a push
+                await parts.engines.set_count(count)
+    finally:  # of several engines some may have come
+        parts.admission.max_running = parts.concurrency.resize(parts.running_limit(wanted))
+        parts.place_freed.set()
 
 
 @contextlib.contextmanager

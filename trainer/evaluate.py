@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -32,6 +31,7 @@ from trainer.evaluation_target import Target, find_target
 from trainer.leave import leave
 from trainer.ray_session import RaySession
 from trainer.signals import EXIT_INTERRUPTED, interrupts
+from trainer.temporary_folder import temporary_folder
 
 if TYPE_CHECKING:
     from trainer.inputs import Inputs
@@ -120,7 +120,8 @@ def evaluate(target: Target, output: Path | None) -> int:
 def model_folder(target: Target) -> Iterator[Config]:
     """The configuration with ``model.path`` a folder that engines load: of a checkpoint, one that is made for it.
 
-    It is made in the run folder, which nodes of a cluster share, and removed afterwards.
+    It is made in the run folder, which nodes of a cluster share, and removed afterwards; what a killed
+    evaluation left there is removed before.
     """
     if target.checkpoint is None:
         yield target.config
@@ -131,13 +132,13 @@ def model_folder(target: Target) -> Iterator[Config]:
     config, where = target.config, target.run_dir
     base = find_model(config, config.model.path)
     writable = where is not None and os.access(where, os.W_OK)
-    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=where if writable else None) as folder:
+    with temporary_folder(".evaluate-", where if writable else None) as folder:
         try:
             learner = target.checkpoint / LEARNER_FOLDER
-            write_checkpoint_model(learner, base, config.model.trust_remote_code, Path(folder))
+            write_checkpoint_model(learner, base, config.model.trust_remote_code, folder)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the weights of {target.name} cannot be read: {error}") from error
-        yield replace(config, model=replace(config.model, path=folder))
+        yield replace(config, model=replace(config.model, path=str(folder)))
 
 
 async def supervise(config: Config, inputs: Inputs, version: int) -> dict[str, float] | None:

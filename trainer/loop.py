@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from generator.rollout import Group
 from trainer.admission import Admission
 from trainer.batch import Batch
-from trainer.concurrency import adapt_concurrency
+from trainer.concurrency import Concurrency, adapt_concurrency
 from trainer.config import Config
 from trainer.data import PromptStream
 from trainer.episodes import EpisodeSource
@@ -71,9 +71,14 @@ class Parts:
     """What ``model.path`` turned out to name, in one phrase."""
     check_resources: Callable[[Config], None] = lambda config: None
     """Raises ``ConfigError`` when the cluster cannot hold such a run."""
+    running_limit: Callable[[Config], int] = lambda config: max(1, config.staleness.max_running_groups)
+    """How many groups may be in flight at most in such a run."""
     groups: Groups = field(default_factory=Groups)
     """Those that are sampled, scored, or learned from in the step in progress."""
     evaluations: Evaluations = field(default_factory=Evaluations)
+    evaluation_engines: EnginePool | None = None
+    """Those that are there for evaluations alone, and below what brings them weights."""
+    evaluation_pusher: Pusher | None = None
     place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change or travel."""
@@ -92,6 +97,11 @@ class Parts:
     """Of the fullest engine since the last step, where it is looked at."""
     reported: Counter[str] = field(default_factory=Counter)
     """The engine pool's counts at the last step."""
+    concurrency: Concurrency = field(init=False)
+    """Owns ``admission.max_running``."""
+
+    def __post_init__(self) -> None:
+        self.concurrency = Concurrency(self.admission.max_running)
 
 
 async def train(parts: Parts) -> None:
@@ -235,6 +245,8 @@ def refuse_to_go_on_without_learning(parts: Parts, skipped: str) -> None:
 def engine_counts(parts: Parts) -> dict[str, float]:
     """What happened to engines and to requests at them since the last step, also added to the totals."""
     now = Counter(parts.engines.counts)
+    if (others := parts.evaluation_engines) is not None:
+        now.update({name: others.counts[name] for name in ("engines/lost", "engines/restarted")})
     since, parts.reported = now - parts.reported, now
     for name, count in since.items():
         parts.watch.count(name, count)

@@ -75,6 +75,9 @@ def _item(number: int, item: Any) -> tuple[str, Mapping[str, Any]]:
         raise MixtureError(f"{where}: no key `{unknown[0]}`{nearest(unknown[0], KEYS)}; there are {', '.join(KEYS)}")
     if not isinstance(item.get("options") or {}, Mapping):
         raise MixtureError(f"{where}: `options` is {item['options']!r}, not a mapping")
+    for key in ("path", "eval_path"):
+        if not isinstance(item.get(key), str | None):
+            raise MixtureError(f"{where}: `{key}` is {item[key]!r}; it must be text, the name of a file, or left out")
     path = item.get("path")
     name = item.get("name") or (Path(path).stem if path else f"set{number}")
     if not isinstance(name, str) or "/" in name:

@@ -107,9 +107,14 @@ def evaluation_sampling(config: Config, sampling: Sampling) -> Sampling:
 
 
 def engine_settings(
-    config: Config, model: ResolvedModel, longest_prompt: int, first_step: int = 0, number: int = 0
+    config: Config,
+    model: ResolvedModel,
+    longest_prompt: int,
+    first_step: int = 0,
+    number: int = 0,
+    for_evaluations: bool = False,
 ) -> EngineSettings:
-    """The settings of engine ``number``.
+    """The settings of engine ``number`` of training, or of the pool that is there for evaluations alone.
 
     ``first_step`` is the number of steps made before in the run that this one continues: without ``sampling.seed``, an
     engine draws from a stream of its own, which is another one after a restart.
@@ -142,7 +147,7 @@ def engine_settings(
         lora_targets=tuple(config.learner.lora.targets),
         executor=("uni" if engine.tensor_parallel == 1 else SEVERAL_WORKERS) if on_cpu else None,
         prestart_core=on_cpu,
-        environment=engine_environment(config, number) if on_cpu else gpu_environment(config),
+        environment=engine_environment(config, number, for_evaluations) if on_cpu else gpu_environment(config),
     )
 
 
@@ -187,18 +192,19 @@ def cpu_cores() -> int:
     return len(core_numbers())
 
 
-def worker_cores(config: Config, number: int) -> str:
+def worker_cores(config: Config, number: int, for_evaluations: bool = False) -> str:
     """The cores of each worker of a tensor-parallel engine on CPU, as ``VLLM_CPU_OMP_THREADS_BIND`` takes them.
 
     Unless configured, the workers of all engines share the cores evenly; vLLM's own ``auto`` wants a memory node for
-    each worker. ``number`` is the engine's: one that replaces a lost one takes the place of some engine's cores.
+    each worker. ``number`` is the engine's in its pool: one that replaces a lost one takes the place of some engine's
+    cores. Behind those of training come those of the engine for evaluations.
     """
     engine = config.engine
     if engine.cpu_threads_bind != "auto":
         return engine.cpu_threads_bind
     cores = core_numbers()
-    each = max(1, len(cores) // (engine.count * engine.tensor_parallel))
-    first = (number % engine.count) * engine.tensor_parallel
+    each = max(1, len(cores) // (all_engines(config) * engine.tensor_parallel))
+    first = (engine.count if for_evaluations else number % engine.count) * engine.tensor_parallel
 
     def place(worker: int) -> str:
         return ",".join(str(cores[(worker * each + core) % len(cores)]) for core in range(each))
@@ -211,14 +217,14 @@ ONEDNN_PRIMITIVES = "128"
 otherwise. Resubmissions make a new shape each: an engine would grow by half a gigabyte and seldom use one twice."""
 
 
-def engine_environment(config: Config, number: int = 0) -> dict[str, str]:
+def engine_environment(config: Config, number: int = 0, for_evaluations: bool = False) -> dict[str, str]:
     """Environment variables of engine ``number`` on CPU."""
     environment = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ONEDNN_PRIMITIVES,
     }
     if config.engine.tensor_parallel > 1:
-        return environment | {"VLLM_CPU_OMP_THREADS_BIND": worker_cores(config, number)}
+        return environment | {"VLLM_CPU_OMP_THREADS_BIND": worker_cores(config, number, for_evaluations)}
     # One process less than the default, whose start costs as much again. vLLM allows it only together with this
     # variable; the engine core still is a process of its own.
     return environment | {
@@ -240,6 +246,11 @@ def engine_room(config: Config) -> int:
     """Groups that may be sampled or scored at a time: more than the engines run, so that none waits for the driver."""
     running = config.engine.count * config.engine.max_running
     return max(1, ROOM_FACTOR * running // config.sampling.group_size)
+
+
+def running_limit(config: Config) -> int:
+    """Groups that may be in flight at most, beside the staleness bound."""
+    return config.staleness.max_running_groups or engine_room(config)
 
 
 def check_tensor_parallel(config: Config, model: ResolvedModel) -> None:

@@ -31,11 +31,20 @@ async def watch_for_stalls(parts: Parts) -> None:
         admission, engines = parts.admission, parts.engines
         return (
             f"{what_is_open(trace.open_spans(), time.monotonic())}; push: {parts.pusher.step.value}; {engines.serving} "
-            f"of {engines.count} engines serve; {admission.running} groups in flight, {admission.buffered} scored and "
-            f"not learned from, {parts.config.batch.prompts} make a batch"
+            f"of {engines.count} engines serve{evaluations_of(parts)}; {admission.running} groups in flight, "
+            f"{admission.buffered} scored and not learned from, {parts.config.batch.prompts} make a batch"
         )
 
     await watch_progress(lambda: trace.ended, waited_for, watchdog.warn_after, watchdog.fail_after)
+
+
+def evaluations_of(parts: Parts) -> str:
+    """What there is to say about the evaluation in progress, and about engines that are there for nothing else."""
+    version, engines, pusher = parts.evaluations.going_on, parts.evaluation_engines, parts.evaluation_pusher
+    said = "" if version is None else f"; version {version} is evaluated"
+    if engines is not None and pusher is not None:
+        said += f"; push for evaluations: {pusher.step.value}; {engines.serving} of {engines.count} engines serve them"
+    return said
 
 
 async def watch_progress(

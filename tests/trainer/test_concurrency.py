@@ -42,6 +42,13 @@ def test_the_bound_rises_step_by_step_where_it_is_what_keeps_groups_out_up_to_wh
     assert [concurrency.look(CALM, concurrency.bound) for _ in range(4)] == [93, 98, 100, 100]
 
 
+def test_with_more_engines_the_bound_grows_as_they_do_and_may_rise_as_far_as_they_allow():
+    concurrency = Concurrency(most=100, bound=50)
+    assert [concurrency.resize(400), concurrency.resize(400), concurrency.resize(2)] == [200, 200, 1]
+    concurrency.resize(3)
+    assert [concurrency.look(CALM, concurrency.bound) for _ in range(3)] == [2, 3, 3]
+
+
 @pytest.mark.parametrize(("pressure", "running"), [(CALM, 49), (BUSY, 50)], ids=["not in the way", "no room"])
 def test_the_bound_stays_where_nothing_speaks_for_another(pressure, running):
     assert Concurrency(most=100, bound=50).look(pressure, running) == 50

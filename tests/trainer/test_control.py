@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from trainer import control
+from trainer.admission import Admission
 from trainer.checks import ConfigError
+from trainer.concurrency import Concurrency
 from trainer.config import Config
 from trainer.control import SOCKET_FILE, apply, listening, main, request
 
@@ -30,11 +32,17 @@ class Parts:
     config: Config = field(default_factory=lambda: Config(name="test", task="test", steps=9))
     engines: Engines = field(default_factory=Engines)
     weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    admission: Admission = field(default_factory=lambda: Admission(4, 1, 10, "mask_tokens"))
+    concurrency: Concurrency = field(default_factory=lambda: Concurrency(10))
+    place_freed: asyncio.Event = field(default_factory=asyncio.Event)
     steps_done: int = 4
 
     def check_resources(self, config: Config) -> None:
         if config.engine.count > 8:
             raise ConfigError("the run needs 9 GPUs")
+
+    def running_limit(self, config: Config) -> int:
+        return config.staleness.max_running_groups or 10 * config.engine.count
 
 
 async def ask(folder: Path, changes: object) -> dict:
@@ -82,6 +90,19 @@ async def test_engines_leave_only_between_pushes(tmp_path):
         await asyncio.sleep(0.01)
         assert parts.engines.count == 3
     assert (await leaving)["engine.count"] == 2
+
+
+@pytest.mark.parametrize(("limit", "bounds"), [(0, [80, 20]), (10, [10, 10])])
+async def test_as_many_groups_are_in_flight_as_the_engines_there_are_have_room_for(limit, bounds):
+    parts = Parts()
+    parts.config.staleness.max_running_groups = limit
+    seen = []
+    for count in (8, 2):
+        parts.place_freed.clear()
+        await apply(parts, {"engine.count": count})
+        seen.append(parts.admission.max_running)
+        assert parts.place_freed.is_set(), "who waits for a place looks again"
+    assert seen == bounds
 
 
 async def test_a_socket_that_a_killed_run_left_is_replaced(tmp_path):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from generator.link import EngineError, EngineLostError
 from generator.rollout import Prompt, Rollout, ScoredRollout
-from tests.trainer.loop_doubles import Engines, Rewards, Watch, parts
+from tests.trainer.loop_doubles import Engines, Pusher, Rewards, Watch, parts
 from trainer.episodes import SingleTurn
 from trainer.evaluation import EvaluationError, Evaluations, Evaluator, evaluation_metrics
 from trainer.loop import train
+from trainer.watchdog import evaluations_of
 
 HELD_OUT = [Prompt(number, (1, 2), f"{number}?", {}) for number in range(5)]
 
@@ -290,3 +292,24 @@ async def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_named(caplog):
     await asyncio.wait({running})
     assert found == {}
     assert "the evaluation of version 0 is given up and has no result: the run ends" in caplog.text
+
+
+async def test_engines_of_evaluations_are_counted_and_named_with_what_is_waited_for():
+    own = Engines(counts=Counter({"engines/lost": 2, "engines/restarted": 1}))
+
+    async def send(version: int, weights: asyncio.Lock) -> None:
+        own.version = version
+        said.append(evaluations_of(run))
+
+    said: list[str] = []
+    run, _ = run_with(Engines(counts={"engines/lost": 3}), every=2, steps=3, send=send)
+    run.evaluations.evaluator = evaluator(own)
+    assert evaluations_of(run) == ""
+    run.evaluation_engines, run.evaluation_pusher = own, Pusher(own)
+    await asyncio.wait_for(train(run), timeout=60)
+    assert (run.watch.counts["engines/lost"], run.watch.counts["engines/restarted"]) == (5, 1)
+    assert [metrics["engines/lost"] for metrics in run.watch.metrics] == [5, 0, 0]
+    assert said[0] == "; push for evaluations: idle; 1 of 1 engines serve them"
+    await run.evaluations.begin(2, run.weights)
+    assert evaluations_of(run).startswith("; version 2 is evaluated; ")
+    await run.evaluations.give_up("enough")

@@ -39,6 +39,8 @@ def test_without_a_mixture_there_is_one_data_set_without_a_name():
         ([{"path": "a.jsonl"}, {"path": "b/a.jsonl"}], "several data sets are named 'a'"),
         ([{"name": "a/b"}], "without a `/`"),
         ([{"path": "a.jsonl", "options": [1]}], "not a mapping"),
+        ([{"path": "a.jsonl"}, {"path": 5}], "data set 2: `path` is 5"),
+        ([{"path": "a.jsonl", "eval_path": ["b"]}], "data set 1: `eval_path` is"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused_with_the_data_set_and_the_key(mixture, words):

@@ -89,6 +89,19 @@ def test_the_workers_of_all_engines_share_the_cores_and_none_has_another_s(
     assert placement.engine_settings(config, MODEL, 10).environment["VLLM_CPU_OMP_THREADS_BIND"] == "4|6"
 
 
+def test_the_engine_for_evaluations_has_cores_of_its_own(monkeypatch):
+    monkeypatch.setattr(placement, "core_numbers", lambda: list(range(6)))
+    evaluated = {"evaluation.engine": "dedicated", "evaluation.every": 5}
+    config = tiny_config({**evaluated, "engine.count": 2, "engine.tensor_parallel": 2})
+
+    def cores(number: int, **pool: bool) -> str:
+        settings = placement.engine_settings(config, MODEL, 10, number=number, **pool)
+        return settings.environment["VLLM_CPU_OMP_THREADS_BIND"]
+
+    assert [cores(number) for number in range(3)] == ["0|1", "2|3", "0|1"]
+    assert {cores(number, for_evaluations=True) for number in range(2)} == {"4|5"}
+
+
 def test_more_workers_than_cores_are_refused_unless_their_cores_are_given(monkeypatch):
     monkeypatch.setattr(placement, "core_numbers", lambda: [0, 1, 2])
     config = tiny_config({"engine.count": 2, "engine.tensor_parallel": 2})

@@ -113,8 +113,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens/padding_fraction", "fraction", "padding in the learner's forward pass"),
     Metric("rollouts/without_signal", "rollouts", "rollouts with advantage 0 or no trained token: not fed"),
     Metric("engines/serving", "engines", "engines that serve at the end of the step"),
-    Metric("engines/lost", "engines", "engines that died or did not answer since the previous step"),
-    Metric("engines/restarted", "engines", "engines started in the place of lost ones since the previous step"),
+    Metric(
+        "engines/lost",
+        "engines",
+        "engines that died or did not answer since the previous step, those for evaluations too",
+    ),
+    Metric(
+        "engines/restarted",
+        "engines",
+        "engines started in the place of lost ones since the previous step, those for evaluations too",
+    ),
     Metric("engines/max_running_groups", "groups", "groups that may be in flight, whatever staleness allows"),
     Metric("engines/kv_cache_usage", "fraction", "the fullest KV cache since the previous step, where it is looked at"),
     Metric("engines/preemptions", "requests", "requests that lost their KV cache to others since the previous step"),
