@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.adapter_record import RECORD_FILE
 from trainer.learner_setup import CHECKPOINT_TAG, DTYPES, save_tokenizer
-from trainer.lora import RECORD_FILE
 from trainer.model import ResolvedModel
 
 LANGUAGE_MODEL = "model."

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.adapter_record import AdapterRecord
 from trainer.algorithm.loss import learns_without_advantage
 from trainer.batching import BatchPlan, plan_micro_batches
 from trainer.config import AlgorithmConfig
@@ -33,7 +34,7 @@ from trainer.learner_setup import (
     save_tokenizer,
 )
 from trainer.logprob_pass import batch_logprobs, kl_penalties
-from trainer.lora import Record, adapters_off, add_adapters
+from trainer.lora import adapters_off, add_adapters, fingerprint
 from trainer.policy import PolicyModel
 from trainer.reference_model import load_reference
 from trainer.resharding import load_on_other_ranks, shard_files
@@ -78,7 +79,7 @@ class Learner:
         wants_entropy_gradient = spec.algorithm.entropy_bonus != 0
         model = load_model(spec, spec.model_path)
         lora = spec.learner.lora
-        self._record = Record(lora, model)
+        self._record = AdapterRecord(lora, fingerprint(model) if lora.rank else "", spec.dtype)
         if lora.rank:
             add_adapters(model, lora)
         policy = PolicyModel(model, spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
