@@ -24,16 +24,19 @@ class AdapterRecord:
     base: str
     dtype: str
 
-    def write(self, folder: str | Path) -> None:
-        """Beside the checkpoint that is written into ``folder``; nothing where there are no adapters."""
+    def write(self, folder: str | Path, parts: int) -> None:
+        """Beside the checkpoint that is written into ``folder``; nothing where there are no adapters.
+
+        ``parts``: of how many ranks each holds a part of the optimizer; 0 where every rank holds all of it.
+        """
         if self.settings.rank:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            record = asdict(self.settings) | {"base": self.base, "dtype": self.dtype}
+            record = asdict(self.settings) | {"base": self.base, "dtype": self.dtype, "parts": parts}
             Path(folder, RECORD_FILE).write_text(json.dumps(record), encoding="utf-8")
 
-    def check(self, folder: str | Path) -> None:
-        """Raise ``ValueError`` for a checkpoint of other adapters, of another base model, or of all weights."""
-        check_settings(folder, self.settings)
+    def check(self, folder: str | Path, ranks: int) -> None:
+        """Raise ``ValueError`` as :func:`check_settings` does, and for a checkpoint of another base model."""
+        check_settings(folder, self.settings, ranks)
         saved = read_record(folder)
         if saved is None:
             return
@@ -49,9 +52,12 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def check_settings(folder: str | Path, settings: LoRAConfig) -> None:
-    """Raise ``ValueError`` for a checkpoint of other adapters, or of all weights where there are to be adapters, or the
-    other way round. What the base model was is not looked at."""
+def check_settings(folder: str | Path, settings: LoRAConfig, ranks: int) -> None:
+    """Raise ``ValueError`` for a checkpoint of other adapters, for one of all weights where there are to be adapters or
+    the other way round, and for one in the parts of another number of ranks.
+
+    What the base model was is not looked at.
+    """
     saved = read_record(folder)
     if saved is None and settings.rank:
         raise _misfit(folder, "trains an adapter (learner.lora.rank), and the checkpoint holds all weights")
@@ -63,6 +69,12 @@ def check_settings(folder: str | Path, settings: LoRAConfig) -> None:
     if different:
         made = " and ".join(f"learner.lora.{key}={saved.get(key)}" for key in different)
         raise _misfit(folder, f"cannot go on from it: it was made with {made}")
+    if saved["parts"] not in (0, ranks):
+        raise _misfit(
+            folder,
+            f"has learner.ranks={ranks}, and it was made with learner.ranks={saved['parts']}; with learner.lora the "
+            "number must stay",
+        )
 
 
 def _misfit(folder: str | Path, what: str) -> ValueError:

@@ -209,7 +209,7 @@ class Learner:
         """
         state = {"steps_done": self._steps_done}
         if self.rank == 0:
-            self._record.write(folder)
+            self._record.write(folder, parts=self.world_size if self._engine.zero_optimization_stage() > 0 else 0)
         self._engine.save_checkpoint(
             str(folder),
             tag=CHECKPOINT_TAG,
@@ -227,17 +227,12 @@ class Learner:
         files = Path(folder) / CHECKPOINT_TAG
         if not files.is_dir():
             raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
-        self._record.check(folder)
+        self._record.check(folder, self.world_size)
         saved_by = len(shard_files(files))
         if (saved_by > 0) != (self._engine.zero_optimization_stage() > 0):
             raise ValueError(
                 f"the checkpoint in {folder} was written {'with' if saved_by else 'without'} learner.zero_stage, and "
                 f"the run has {self.spec.learner.zero_stage}; the stage must stay"
-            )
-        if saved_by not in (0, self.world_size) and self.spec.learner.lora.rank:
-            raise ValueError(
-                f"the checkpoint of adapters in {folder} was written by {saved_by} ranks, and the run has "
-                f"{self.world_size}; with learner.lora the number of ranks must stay"
             )
         if saved_by in (0, self.world_size):
             whole = self.spec.learner.lora.rank == 0

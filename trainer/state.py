@@ -26,6 +26,7 @@ from generator.link import root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.task import DataError
+from trainer.adapter_record import check_settings
 from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import (
     STATE_FILE,
@@ -137,8 +138,8 @@ def load_state(
 
     ``model_source`` says what ``model.path`` names here.
 
-    Raises :class:`ConfigError` when a file cannot be read, belongs to another model, or is past ``steps``; the stream
-    raises ``DataError`` for other data or another seed.
+    Raises :class:`ConfigError` when a file cannot be read, belongs to another model or to other adapters, or is past
+    ``steps``; the stream raises ``DataError`` for other data or another seed.
     """
     try:
         state = RunState(**json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
@@ -154,6 +155,7 @@ def load_state(
             )
         if state.step > config.steps:
             raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
+        _check_adapters(checkpoint, config)
         RunningTotals().load_state_dict(state.totals["totals"])
         prompts.load_state_dict(state.prompts)  # other data is refused before rollouts of it are looked for
         kept = KeptGroups(first_number=NUMBERS_BEFORE * (1 + state.step))
@@ -165,6 +167,14 @@ def load_state(
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     return state, kept
+
+
+def _check_adapters(checkpoint: Path, config: Config) -> None:
+    """What the learner would refuse once it is there, and engines are."""
+    try:
+        check_settings(checkpoint / LEARNER_FOLDER, config.learner.lora, config.learner.ranks)
+    except ValueError as error:
+        raise ConfigError(f"{error}; take another run_dir, or the settings of the checkpoint") from error
 
 
 def _resumable(kept: KeptGroups, sampling: SamplingConfig) -> KeptGroups:
