@@ -153,10 +153,11 @@ def check_adapter_targets(config: Config, model: ResolvedModel) -> None:
     lora = config.learner.lora
     if not lora.rank or not lora.targets:
         return
-    from trainer.lora import check_targets  # imports torch, and building the model transformers
+    from trainer.learner_setup import architecture  # both import torch, and that transformers
+    from trainer.lora import target_layers
 
     try:
-        check_targets(model.path, lora.targets, config.model.trust_remote_code)
+        target_layers(architecture(model.path, config.model.trust_remote_code), lora.targets)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

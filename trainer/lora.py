@@ -56,16 +56,6 @@ def target_layers(model: Any, names: Sequence[str]) -> list[str]:
     return [layer for layer in linear if not names or any(_ends_in(layer, name) for name in names)]
 
 
-def check_targets(model_path: str, names: Sequence[str], trust_remote_code: bool = False) -> None:
-    """Raise ``ValueError`` as :func:`target_layers` does, for the model in a folder. None of its weights are read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):  # the architecture; no memory is taken
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    target_layers(model, names)
-
-
 def _ends_in(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
 
