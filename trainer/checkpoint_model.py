@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.adapter_record import RECORD_FILE
 from trainer.learner_setup import DTYPES, save_tokenizer
-from trainer.lora import RECORD_FILE
 from trainer.model import ResolvedModel
 from trainer.zero_files import CHECKPOINT_TAG
 

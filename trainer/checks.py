@@ -229,7 +229,7 @@ def _check_lora(config: Config) -> None:
         )
     if config.evaluation.every and config.evaluation.engine == "dedicated":
         raise ConfigError(
-            "`weight_sync.lora=adapter` with `evaluation.engine=dedicated`: its engine takes whole weights; use "
+            "`weight_sync.lora=adapter` with `evaluation.engine=dedicated` is not supported yet; use "
             "`weight_sync.lora=merged`, or `evaluation.engine=shared`"
         )
     if lora.rank > RANKS[-1]:

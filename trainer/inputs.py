@@ -55,6 +55,7 @@ def load_inputs(config: Config) -> Inputs:
     rewards = () if environment else resolve_rewards(config.reward, task.rewards())
     model = find_model(config, config.model.path)
     check_tensor_parallel(config, model)
+    check_adapter_targets(config, model)
     kl = config.algorithm.kl
     reference = find_model(config, kl.model) if kl.coefficient > 0 and kl.model else None
     tokenizer = load_tokenizer(model.path)
@@ -145,6 +146,20 @@ def find_model(config: Config, path: str) -> ResolvedModel:
         device_kind=device_kind(config),
         dtype=config.model.dtype,
     )
+
+
+def check_adapter_targets(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ConfigError` where ``learner.lora.targets`` names what is no layer of the model."""
+    lora = config.learner.lora
+    if not lora.rank or not lora.targets:
+        return
+    from trainer.learner_setup import architecture  # both import torch, and that transformers
+    from trainer.lora import target_layers
+
+    try:
+        target_layers(architecture(model.path, config.model.trust_remote_code), lora.targets)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _first(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:

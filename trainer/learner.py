@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.adapter_record import AdapterRecord
 from trainer.algorithm.loss import learns_without_advantage
 from trainer.batching import BatchPlan, plan_micro_batches
 from trainer.config import AlgorithmConfig
@@ -32,7 +33,7 @@ from trainer.learner_setup import (
     save_tokenizer,
 )
 from trainer.logprob_pass import batch_logprobs, kl_penalties
-from trainer.lora import Record, adapters_off, add_adapters
+from trainer.lora import adapters_off, add_adapters, fingerprint
 from trainer.policy import PolicyModel
 from trainer.reference_model import load_reference
 from trainer.resharding import load_on_other_ranks, shard_files
@@ -78,7 +79,7 @@ class Learner:
         wants_entropy_gradient = spec.algorithm.entropy_bonus != 0
         model = load_model(spec, spec.model_path)
         lora = spec.learner.lora
-        self._record = Record(lora, model)
+        self._record = AdapterRecord(lora, fingerprint(model) if lora.rank else "", spec.dtype)
         if lora.rank:
             add_adapters(model, lora)
         policy = PolicyModel(model, spec.temperature, spec.learner.logprob_chunk, wants_entropy_gradient)
@@ -208,7 +209,7 @@ class Learner:
         """
         state = {"steps_done": self._steps_done}
         if self.rank == 0:
-            self._record.write(folder)
+            self._record.write(folder, parts=self.world_size if self._engine.zero_optimization_stage() > 0 else 0)
         self._engine.save_checkpoint(
             str(folder),
             tag=CHECKPOINT_TAG,
@@ -226,14 +227,9 @@ class Learner:
         files = Path(folder) / CHECKPOINT_TAG
         if not files.is_dir():
             raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
-        self._record.check(folder)
+        self._record.check(folder, self.world_size)
         check_stage(files, int(self._engine.zero_optimization_stage()))
         saved_by = len(shard_files(files))
-        if saved_by not in (0, self.world_size) and self.spec.learner.lora.rank:
-            raise ValueError(
-                f"the checkpoint of adapters in {folder} was written by {saved_by} ranks, and the run has "
-                f"{self.world_size}; with learner.lora the number of ranks must stay"
-            )
         if saved_by in (0, self.world_size):
             whole = self.spec.learner.lora.rank == 0
             loaded, state = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG, load_module_strict=whole)

@@ -140,6 +140,15 @@ def load_model(spec: LearnerSpec, path: str) -> Any:
     return model.train()
 
 
+def architecture(path: str, trust_remote_code: bool, dtype: torch.dtype | None = None) -> Any:
+    """The model at ``path`` without its weights: nothing of them is read, and no memory is taken."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
 def attention_for(packing: str) -> str:
     """The name of the attention that a model of transformers needs for a ``learner.packing``."""
     if packing == "padded":

@@ -5,11 +5,8 @@ beside each chosen linear layer is trained. The layers are peft's; how they are 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from weight_sync.lora import adapted_layers
 
 SAMPLED_ELEMENTS = 1024
 """Of each weight, for :func:`fingerprint`."""
-RECORD_FILE = "lora.json"
 
 
 def add_adapters(model: Any, settings: LoRAConfig) -> None:
@@ -78,45 +74,14 @@ def adapters_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """Tells one model from another: names, shapes and dtypes of its weights, and evenly spaced elements of each."""
+    """Tells one model from another: names and shapes of its weights, and evenly spaced elements of each.
+
+    Of the same weights in another dtype it is another.
+    """
     seen = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].contiguous()
-        seen.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        seen.update(f"{name} {tuple(tensor.shape)}".encode())
         seen.update(sample.view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
-
-
-class Record:
-    """What a checkpoint of adapters alone belongs to. One of all weights has no record, and needs none."""
-
-    def __init__(self, settings: LoRAConfig, model: torch.nn.Module) -> None:
-        """To be made before the adapters are added."""
-        self._record = asdict(settings) | {"base": fingerprint(model)} if settings.rank else None
-
-    def write(self, folder: str | Path) -> None:
-        """Beside the checkpoint that is written into ``folder``."""
-        if self._record is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, RECORD_FILE).write_text(json.dumps(self._record), encoding="utf-8")
-
-    def check(self, folder: str | Path) -> None:
-        """Raise ``ValueError`` for a checkpoint of other adapters, of another base model, or of all weights."""
-        file = Path(folder, RECORD_FILE)
-        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        if saved == self._record:
-            return
-        if saved is None or self._record is None:
-            held, wanted = ("all weights", "an adapter") if saved is None else ("an adapter", "all weights")
-            what = f"trains {wanted} (learner.lora.rank), and the checkpoint holds {held}"
-        else:
-            different = [key for key in self._record if saved.get(key) != self._record[key]]
-            said = [
-                "another base model (the weights at model.path have changed)"
-                if key == "base"
-                else f"learner.lora.{key}={saved.get(key)}"
-                for key in different
-            ]
-            what = f"cannot go on from it: it was made with {' and '.join(said)}"
-        raise ValueError(f"the learner checkpoint in {folder} does not fit: this run {what}")

@@ -108,10 +108,11 @@ async def supervise(
             async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
+                    # What it refuses must not cost the checkpoints that are left below.
+                    await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                     continue_from(state, kept, parts)
                     leave_branch(config.run_dir, state.step)
                     record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
-                    await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
                 watch.begin()
                 async with listening(parts, config.run_dir):
                     await train_and_save(parts)

@@ -27,6 +27,7 @@ from generator.link import root_cause
 from generator.resume import Sampling
 from generator.rollout import Rollout, further
 from generator.task import DataError
+from trainer.adapter_record import check_settings
 from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import (
     STATE_FILE,
@@ -139,9 +140,8 @@ def load_state(
 
     ``model_source`` says what ``model.path`` names here.
 
-    Raises :class:`ConfigError` when a file cannot be read, belongs to another model or another
-    ZeRO stage, or is past ``steps``; the stream
-    raises ``DataError`` for other data or another seed.
+    Raises :class:`ConfigError` when a file cannot be read, belongs to another model, another ZeRO stage or other
+    adapters, or is past ``steps``; the stream raises ``DataError`` for other data or another seed.
     """
     try:
         state = RunState(**json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")))
@@ -158,6 +158,7 @@ def load_state(
         if state.step > config.steps:
             raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
         _check_stage(checkpoint, config.learner.zero_stage)
+        _check_adapters(checkpoint, config)
         RunningTotals().load_state_dict(state.totals["totals"])
         prompts.load_state_dict(state.prompts)  # other data is refused before rollouts of it are looked for
         kept = KeptGroups(first_number=NUMBERS_BEFORE * (1 + state.step))
@@ -180,6 +181,14 @@ def _check_stage(checkpoint: Path, stage: int) -> None:
         check_stage(files, *((stage,) if stage else (0, 1)))  # in bfloat16 stage 0 becomes 1
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_adapters(checkpoint: Path, config: Config) -> None:
+    """What the learner would refuse once it is there, and engines are."""
+    try:
+        check_settings(checkpoint / LEARNER_FOLDER, config.learner.lora, config.learner.ranks)
+    except ValueError as error:
+        raise ConfigError(f"{error}; take another run_dir, or the settings of the checkpoint") from error
 
 
 def _resumable(kept: KeptGroups, sampling: SamplingConfig) -> KeptGroups:

@@ -5,8 +5,8 @@ import torch
 
 from tests.tiny import next_token_logprobs, tiny_llama
 from trainer.checkpoint_model import write_checkpoint_model
-from trainer.learner_setup import CHECKPOINT_TAG
 from trainer.model import ResolvedModel
+from trainer.zero_files import CHECKPOINT_TAG
 
 TOKENS = [1, 5, 9, 2, 7]
 

@@ -146,6 +146,15 @@ STREAMING = {"batch.streaming": True}
             ["learner.lora.targets", "'self_attn.q_proj'", "write q_proj", "weight_sync.lora=merged"],
         ),
         (ADAPTER | {"learner.lora.rank": 600}, ["learner.lora.rank=600", "512", "weight_sync.lora=merged"]),
+        (
+            ADAPTER | {"evaluation.every": 5, "evaluation.engine": "dedicated"},
+            [
+                "weight_sync.lora=adapter",
+                "evaluation.engine=dedicated",
+                "not supported yet",
+                "evaluation.engine=shared",
+            ],
+        ),
         (ADAPTER | {"weight_sync.staging": True}, ["weight_sync.staging=true", "weight_sync.lora=adapter"]),
         (ADAPTER | {"weight_sync.delta": True}, ["weight_sync.delta=true", "weight_sync.lora=adapter"]),
         ({"weight_sync.dense_every": -1}, ["weight_sync.dense_every=-1", "at least 0"]),

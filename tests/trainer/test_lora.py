@@ -1,16 +1,15 @@
-"""Adapters on the learner's model: where they go, what is trained, and which checkpoints fit."""
+"""Adapters on the learner's model: where they go, and what is trained."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny import tiny_llama
 from trainer.config import LoRAConfig
-from trainer.lora import Record, adapters_off, add_adapters, target_layers
+from trainer.lora import adapters_off, add_adapters, fingerprint, target_layers
 from weight_sync.lora import adapted_layers
 
 SETTINGS = LoRAConfig(rank=2, alpha=4.0)
@@ -70,23 +69,6 @@ def test_with_its_adapters_off_a_model_computes_as_before_training_and_they_come
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
 
 
-def record(settings: LoRAConfig, seed: int = 1) -> Record:
-    return Record(settings, tiny_llama(seed))
-
-
-def test_a_checkpoint_fits_the_run_that_wrote_it(tmp_path: Path):
-    for number, settings in enumerate((SETTINGS, LoRAConfig())):
-        record(settings).write(tmp_path / str(number))
-        record(settings).check(tmp_path / str(number))
-
-
-def test_a_checkpoint_of_another_base_model_or_other_adapters_is_refused_saying_what_differs(tmp_path: Path):
-    record(SETTINGS).write(tmp_path)
-    with pytest.raises(ValueError, match=r"another base model \(the weights at model\.path have changed\)"):
-        record(SETTINGS, seed=2).check(tmp_path)
-    with pytest.raises(ValueError, match=r"made with learner\.lora\.rank=2 and learner\.lora\.alpha=4\.0$"):
-        record(LoRAConfig(rank=4, alpha=8.0)).check(tmp_path)
-    with pytest.raises(ValueError, match=r"this run trains all weights .* the checkpoint holds an adapter"):
-        record(LoRAConfig()).check(tmp_path)
-    with pytest.raises(ValueError, match=r"this run trains an adapter .* the checkpoint holds all weights"):
-        record(SETTINGS).check(tmp_path / "other")
+def test_a_model_has_one_fingerprint_and_others_have_others():
+    assert fingerprint(tiny_llama(1)) == fingerprint(tiny_llama(1))
+    assert len({fingerprint(model) for model in (tiny_llama(1), tiny_llama(2), tiny_llama(1).bfloat16())}) == 3

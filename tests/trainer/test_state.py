@@ -7,12 +7,14 @@ import pytest
 from generator.rollout import Prompt, Rollout
 from generator.task import DataError
 from tests.trainer.learner_files import FILES
+from trainer.adapter_record import AdapterRecord
 from trainer.checkpoint_folder import FILES_FILE, STATE_FILE, check_room, checkpoint_path, checkpoints, torn
 from trainer.checks import ConfigError
 from trainer.config import CheckpointConfig, Config, LearnerConfig
 from trainer.data import PromptStream
 from trainer.groups import KeptGroups, StartedGroup
 from trainer.state import (
+    LEARNER_FOLDER,
     RunState,
     begins_again,
     commit,
@@ -211,6 +213,19 @@ def test_a_checkpoint_of_what_model_path_names_elsewhere_is_refused_with_both_mo
 def test_a_checkpoint_past_the_planned_steps_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="past `steps=4`"):
         load_state(write(tmp_path, 5), config(steps=4), stream())
+
+
+def test_a_checkpoint_of_other_adapters_or_ranks_is_refused_before_engines_are_started(tmp_path):
+    folder = write(tmp_path, 1)
+    adapted = config()
+    adapted.learner.lora.rank = 4
+    AdapterRecord(adapted.learner.lora, "base", "float32").write(folder / LEARNER_FOLDER, parts=1)
+    load_state(folder, adapted, stream())
+    with pytest.raises(ConfigError, match=r"trains all weights .* take another run_dir"):
+        load_state(folder, config(), stream())
+    adapted.learner.ranks = 2
+    with pytest.raises(ConfigError, match=r"made with learner\.ranks=1"):
+        load_state(folder, adapted, stream())
 
 
 def test_a_checkpoint_of_another_data_order_is_refused(tmp_path):
