@@ -10,7 +10,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.tiny import CONTEXT, engine_settings, tiny_llama
+from tests.tiny import CONTEXT, VOCABULARY, engine_settings, tiny_llama
+from weight_sync.canary import canary_sequences
+
+SEQUENCES = canary_sequences(VOCABULARY, CONTEXT - 1)
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +22,8 @@ def model() -> torch.nn.Module:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engine(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+async def started(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Any, Any]]:
+    """The engine, and what it computes before anything was pushed into it."""
     from generator.engine import Engine
     from generator.resume import Sampling
 
@@ -31,5 +35,16 @@ async def engine(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactor
     environment = settings.environment | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     engine = Engine(replace(settings, environment=environment))
     await engine.start()
-    yield engine
+    yield engine, await engine.prompt_logprobs(SEQUENCES)
     await engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def engine(started: tuple[Any, Any]) -> Any:
+    return started[0]
+
+
+@pytest.fixture(scope="session")
+def logprobs_before_any_push(started: tuple[Any, Any]) -> Any:
+    """Of :data:`SEQUENCES`; by the time of a test, others have pushed into the engine."""
+    return started[1]
