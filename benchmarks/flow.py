@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from benchmarks.report import table, write_json
 from generator import virtual_time
 from generator.pool import EnginePool
 from generator.resume import Sampling
-from generator.rollout import Group, Prompt, Rollout, ScoredRollout
+from generator.rollout import Group, Prompt
 from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings
 from tests.pools import pool_settings_for
+from tests.trainer import loop_doubles
 from trainer.admission import Admission
 from trainer.config import BatchConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
@@ -63,51 +63,18 @@ class Learner:
         return StepResult({})
 
 
-class Rewards:
-    """Every second rollout of a group is right."""
+class Watch(loop_doubles.Watch):
+    """Counts tokens, and keeps nothing else of a long run."""
 
-    async def score(
-        self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str]
-    ) -> tuple[ScoredRollout, ...]:
-        return tuple(ScoredRollout(one, "", float(number % 2), {}) for number, one in enumerate(rollouts))
-
-    def take_counts(self) -> dict[str, int]:
-        return {}
-
-
-class Watch:
-    """Counts tokens."""
-
-    ended = 0
-
-    def __init__(self) -> None:
-        self.generated = self.failed = self.expired = 0
-
-    @property
-    def trace(self) -> Watch:
-        return self
-
-    def open_spans(self) -> list[Any]:
-        return []
-
-    @contextlib.contextmanager
-    def span(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-        self.ended += 1
+    failed = 0
 
     def finished(self, group: Group) -> None:
-        self.generated += sum(len(item.rollout.response_token_ids) for item in group.rollouts)
+        super().finished(group)
         self.failed += sum(item.rollout.finish_reason == "failed" for item in group.rollouts)
-
-    def count(self, name: str, number: int) -> None:
-        self.expired += number if name == "tokens/expired" else 0
-
-    def push(self, record: Any) -> None:
-        pass
 
     def step(self, step: int, metrics: Any, groups: Sequence[Group], advantages: Any, *, version: int) -> None:
         scored = [item.rollout for group in groups for item in group.rollouts if item.reward is not None]
-        self.expired += sum(one.sampled_tokens - sum(one.loss_mask) for one in scored)
+        self.count("tokens/expired", sum(one.sampled_tokens - sum(one.loss_mask) for one in scored))
 
 
 async def flow(steps: int, failing: float) -> dict[str, Any]:
@@ -140,7 +107,7 @@ async def flow(steps: int, failing: float) -> dict[str, Any]:
         ),
         prompts=PromptStream([Prompt(number, (1, 2, 3), "", {}) for number in range(ROWS)], seed=0),
         engines=pool,
-        episodes=SingleTurn(pool, Rewards(), lambda ids: "", watch),
+        episodes=SingleTurn(pool, loop_doubles.Rewards(), lambda ids: "", watch),
         pusher=Pusher(sender, pool, timeout=60.0, connect=connect),
         admission=Admission(BATCH_PROMPTS, MAX_VERSIONS, 1_000, "mask_tokens", total_groups=steps * BATCH_PROMPTS),
         **doubles,
@@ -156,7 +123,7 @@ async def flow(steps: int, failing: float) -> dict[str, Any]:
         "rollouts_failed": watch.failed,
         "tokens_sampled": watch.generated,
         "tokens_trained": learner.trained,
-        "tokens_expired": watch.expired,
+        "tokens_expired": watch.counts.get("tokens/expired", 0),
         "oldest": learner.oldest,
         "stale": learner.stale,
         "token_rate": learner.trained / seconds,

@@ -18,10 +18,12 @@ from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from trainer.learner_setup import LearnerSpec
 from trainer.lora import adapters_off
 from trainer.placement import ONEDNN_PRIMITIVES
+from weight_sync.canary import canary_sequences
 from weight_sync.client import InitRequest, UpdatePayload, UpdateRequest
 from weight_sync.ranks import group_size, rank_offsets
 from weight_sync.sender import WeightSender
 from weight_sync.source import DeepSpeedSource
+from weight_sync.verification import Verification
 
 if TYPE_CHECKING:
     from weight_sync.staging import StagingDevice
@@ -31,6 +33,8 @@ CONTEXT = 200
 """Tokens of the engine that the tests of pushes share."""
 BUCKET_BYTES = 50_000
 """Of a push: the tiny model travels in several."""
+EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
+"""Every push into an engine of the tiny model is proven."""
 
 
 def tiny_llama(seed: int) -> torch.nn.Module:

@@ -15,11 +15,8 @@ from omegaconf import DictConfig
 from trainer import completion
 from trainer.checks import ConfigError
 from trainer.compose import CONFIG_MODULE, check_flags, check_keys, compose_config, jobs, prepared, split, typed
-from trainer.leave import leave
+from trainer.leave import EXIT_CONFIG, EXIT_INTERRUPTED, leave
 from trainer.ray_session import RaySession
-
-EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
 
 
 def main() -> int:

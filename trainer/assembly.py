@@ -58,13 +58,12 @@ async def assemble(
     what the cluster has.
     """
     engines = EnginePool(lambda number: make_engine(config, inputs, first_step, number), pool_settings(config))
-    pools = [engines]
+    evaluation_engines = None
     if has_evaluation_engine(config):
-        pools.append(
-            evaluation_pool(
-                lambda number: make_engine(config, inputs, first_step, number, pool=EVALUATION), pool_settings(config)
-            )
+        evaluation_engines = evaluation_pool(
+            lambda number: make_engine(config, inputs, first_step, number, pool=EVALUATION), pool_settings(config)
         )
+    pools = [pool for pool in (engines, evaluation_engines) if pool is not None]
     async with AsyncExitStack() as stack:
         count = sum(pool.count for pool in pools)
         watch.waiting(f"starting {count} engine(s) and {config.learner.ranks} learner rank(s)")
@@ -79,7 +78,7 @@ async def assemble(
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        yield _parts(config, inputs, watch, pools, learner, resources)
+        yield _parts(config, inputs, watch, engines, evaluation_engines, learner, resources)
 
 
 def make_engine(
@@ -88,7 +87,7 @@ def make_engine(
     first_step: int,
     number: int,
     *,
-    pool: str = "",
+    pool: str = TRAINING,
     loaded_version: int | None = None,
 ) -> RayEngine:
     """Engine ``number`` of a pool, not started; ``loaded_version`` is that of the weights in the model folder, if it is
@@ -96,7 +95,7 @@ def make_engine(
     settings = engine_settings(
         config, inputs.model, inputs.longest_prompt, first_step, number, for_evaluations=pool == EVALUATION
     )
-    if pool:
+    if pool != TRAINING:
         settings = replace(settings, name=f"{pool} {settings.name}")
     return RayEngine(
         replace(settings, loaded_version=loaded_version),
@@ -213,12 +212,6 @@ def _evaluations(
     )
 
 
-def _evaluation_pusher(config: Config, learner: LearnerGroup, pool: EnginePool, verification: Verification) -> Pusher:
-    return evaluation_pusher(
-        learner, pool, lambda: connect(config, learner, pool, EVALUATION), config.weight_sync.timeout, verification
-    )
-
-
 def _verification(config: Config, inputs: Inputs, context: int) -> Verification:
     """How pushes are proven. Canary sequences fit the engines' context beside the token that vLLM always samples."""
     known = len(inputs.tokenizer)
@@ -230,26 +223,33 @@ def _parts(
     config: Config,
     inputs: Inputs,
     watch: Watch,
-    pools: list[EnginePool],
+    engines: EnginePool,
+    evaluation_engines: EnginePool | None,
     learner: LearnerGroup,
     resources: Mapping[str, float],
 ) -> Parts:
     from trainer.loop import Parts
 
-    engines, *others = pools
-
     settings = engine_settings(config, inputs.model, inputs.longest_prompt)  # what is read of them is every engine's
     sampling = settings.sampling
     verification = _verification(config, inputs, settings.max_model_len)
-    for_evaluations = next((_evaluation_pusher(config, learner, pool, verification) for pool in others), None)
+    for_evaluations = None
+    if evaluation_engines is not None:
+        for_evaluations = evaluation_pusher(
+            learner,
+            evaluation_engines,
+            lambda: connect(config, learner, evaluation_engines, EVALUATION),
+            config.weight_sync.timeout,
+            verification,
+        )
     adapters = pushes_adapters(config)
     return Parts(
         config=config,
         prompts=inputs.prompts,
         engines=engines,
         episodes=make_episodes(config, inputs, watch.trace, engines, sampling),
-        evaluations=_evaluations(config, inputs, watch, pools[-1], sampling, for_evaluations),
-        evaluation_engines=next(iter(others), None),
+        evaluations=_evaluations(config, inputs, watch, evaluation_engines or engines, sampling, for_evaluations),
+        evaluation_engines=evaluation_engines,
         evaluation_pusher=for_evaluations,
         learner=learner,
         pusher=Pusher(

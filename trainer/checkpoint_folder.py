@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+LEARNER_FOLDER = "learner"
+"""What the learner itself has written."""
 STATE_FILE = "state.json"
 FILES_FILE = "files.json"
 """The size of every other file of the checkpoint, in bytes, by its path in it."""

@@ -24,22 +24,21 @@ from typing import TYPE_CHECKING, Any
 
 from generator.link import root_cause
 from generator.task import DataError, ModelError
+from trainer.checkpoint_folder import LEARNER_FOLDER
 from trainer.checks import ConfigError
 from trainer.config import Config, LoRAConfig
 from trainer.dotted import DottedPathError
 from trainer.evaluation_target import Target, find_target
-from trainer.leave import leave
+from trainer.leave import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, leave
 from trainer.ray_session import RaySession
-from trainer.signals import EXIT_INTERRUPTED, interrupts
+from trainer.signals import interrupts
 from trainer.temporary_folder import temporary_folder
 
 if TYPE_CHECKING:
     from trainer.inputs import Inputs
 
-EXIT_DONE, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 RESULT_FILE = "evaluated.jsonl"
 """In the run folder, beside the ``evaluations.jsonl`` that belongs to the run itself."""
-LEARNER_FOLDER = "learner"
 
 
 class NoTrace:

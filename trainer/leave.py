@@ -1,4 +1,4 @@
-"""The way out of the process."""
+"""The way out of the process, and what its exit codes mean."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import atexit
 import os
 import sys
 from typing import NoReturn
+
+EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
+"""Interrupted: after what could be kept was written."""
 
 
 def leave(code: int) -> NoReturn:

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 from generator.link import root_cause
 from generator.task import DataError, ModelError
 from trainer.best_checkpoint import record_best
-from trainer.checkpoint_folder import leave_branch
+from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.dotted import DottedPathError
 from trainer.groups import KeptGroups
 from trainer.inputs import Inputs, load_inputs
+from trainer.leave import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainer.placement import check_resources, device_kind
 from trainer.ray_session import RaySession
-from trainer.signals import EXIT_INTERRUPTED, interrupts
+from trainer.signals import interrupts
 from trainer.state import (
     COLLECT_SECONDS,
-    LEARNER_FOLDER,
     RunState,
     continue_from,
     find_checkpoint,
@@ -43,7 +43,6 @@ from trainer.watch import RunFolderError, Watch
 if TYPE_CHECKING:
     from trainer.loop import Parts
 
-EXIT_DONE, EXIT_FAILED = 0, 1
 COLLECT_SHARE = 0.25
 """Of ``shutdown.timeout``: what engines, and what is being cancelled, may each take of it at most."""
 

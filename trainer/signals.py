@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-EXIT_INTERRUPTED = 130
+from trainer.leave import EXIT_INTERRUPTED
+
 SAME_SIGNAL_SECONDS = 1.0
 
 

@@ -30,6 +30,7 @@ from generator.task import DataError
 from trainer.adapter_record import check_settings
 from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import (
+    LEARNER_FOLDER,
     STATE_FILE,
     check_room,
     checkpoint_path,
@@ -45,6 +46,7 @@ from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
 from trainer.watch.metrics import RunningTotals
+from trainer.watch.read_folder import read_config
 from trainer.zero_files import CHECKPOINT_TAG, check_stage
 
 if TYPE_CHECKING:
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEARNER_FOLDER = "learner"
 COLLECT_SECONDS = 10.0
 """How long a checkpoint waits for an engine to tell what it is sampling. What it does not tell is sampled again."""
 NUMBERS_BEFORE = 1_000_000
@@ -126,7 +127,7 @@ def begins_again(config: Config) -> bool:
         return False
     try:
         steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").count("\n")
-        written = OmegaConf.load(folder / "config.yaml")
+        written = read_config(folder / "config.yaml")
     except (OSError, ValueError, YAMLError):
         return False
     same = all(OmegaConf.select(written, key) == get(config, key) for key in ("name", "task", "seed", "model.path"))

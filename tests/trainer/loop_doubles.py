@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,9 @@ class Rewards:
     broken: bool = False
     flat: Callable[[Prompt], bool] = lambda prompt: False
 
-    async def score(self, prompt: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
+    async def score(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> tuple[ScoredRollout, ...]:
         assert len(texts) == len(rollouts)
         flat = self.flat(prompt)
         rewards = [None if self.broken else float(flat or number % 2) for number in range(len(rollouts))]

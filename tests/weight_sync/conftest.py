@@ -10,10 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.tiny import CONTEXT, VOCABULARY, engine_settings, tiny_llama
-from weight_sync.canary import canary_sequences
-
-SEQUENCES = canary_sequences(VOCABULARY, CONTEXT - 1)
+from tests.tiny import CONTEXT, EVERY, engine_settings, tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +32,7 @@ async def started(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFacto
     environment = settings.environment | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     engine = Engine(replace(settings, environment=environment))
     await engine.start()
-    yield engine, await engine.prompt_logprobs(SEQUENCES)
+    yield engine, await engine.prompt_logprobs(EVERY.sequences)
     await engine.shutdown()
 
 
@@ -46,5 +43,5 @@ def engine(started: tuple[Any, Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def logprobs_before_any_push(started: tuple[Any, Any]) -> Any:
-    """Of :data:`SEQUENCES`; by the time of a test, others have pushed into the engine."""
+    """Of the sequences of :data:`tests.tiny.EVERY`; by the time of a test, others have pushed into the engine."""
     return started[1]

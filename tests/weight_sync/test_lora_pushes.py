@@ -19,6 +19,7 @@ from generator.rollout import Rollout
 from tests.tiny import (
     BUCKET_BYTES,
     CONTEXT,
+    EVERY,
     VOCABULARY,
     ModuleLearner,
     OneEngine,
@@ -31,11 +32,10 @@ from trainer.lora import add_adapters
 from weight_sync import adapter_sender
 from weight_sync.adapter_files import AdapterFiles, files_of
 from weight_sync.adapter_sender import AdapterSender
-from weight_sync.canary import TOLERANCES, canary_sequences
+from weight_sync.canary import TOLERANCES
 from weight_sync.lora import adapted_layers
 from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.source import DeepSpeedSource
-from weight_sync.verification import Verification
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
@@ -43,7 +43,6 @@ RANK = 4
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 BLOCK = 32
 LONG_PROMPT = tuple(number % VOCABULARY for number in range(3, 3 + 3 * BLOCK))
-EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 versions = itertools.count(3000)
 
 

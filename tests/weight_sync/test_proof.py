@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from generator.engine import Engine
-from tests.tiny import CONTEXT, VOCABULARY, ModuleLearner, OneEngine, tiny_llama
+from tests.tiny import EVERY, ModuleLearner, OneEngine, tiny_llama
 from weight_sync import gloo_trainer
 from weight_sync.buckets import pack
-from weight_sync.canary import TOLERANCES, canary_sequences
+from weight_sync.canary import TOLERANCES
 from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.source import DeepSpeedSource
 from weight_sync.verification import Verification
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
-EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 LAYERS = [f"model.layers.{number}." for number in range(2)]
 
 versions = itertools.count()

@@ -17,24 +17,22 @@ from generator.launch import SEVERAL_WORKERS
 from generator.resume import Sampling
 from generator.rollout import Rollout
 from tests.tiny import (
-    VOCABULARY,
+    EVERY,
     ModuleLearner,
     change_a_little,
     engine_settings,
     next_token_logprobs,
     tiny_llama,
 )
-from weight_sync.canary import TOLERANCES, canary_sequences
+from weight_sync.canary import TOLERANCES
 from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.source import DeepSpeedSource
-from weight_sync.verification import Verification
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 CONTEXT = 200
 TOKENS = 8
 BUCKET_BYTES = 50_000
-EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 
 versions = itertools.count()
 

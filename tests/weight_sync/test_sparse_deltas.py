@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from generator.engine import Engine
-from tests.tiny import CONTEXT, VOCABULARY, ModuleLearner, OneEngine, change_a_little, tiny_llama
+from tests.tiny import EVERY, ModuleLearner, OneEngine, change_a_little, tiny_llama
 from weight_sync import gloo_trainer
-from weight_sync.canary import canary_sequences
 from weight_sync.digest import digest
 from weight_sync.push import Pusher, PushError
 from weight_sync.source import DeepSpeedSource
-from weight_sync.verification import Verification
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
-EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 versions = itertools.count(2000)
 
 

@@ -15,8 +15,7 @@ from generator.link import EngineError
 from generator.rollout import Rollout
 from tests.tiny import (
     BUCKET_BYTES,
-    CONTEXT,
-    VOCABULARY,
+    EVERY,
     ModuleLearner,
     OneEngine,
     assert_sampled_by,
@@ -24,14 +23,12 @@ from tests.tiny import (
 )
 from weight_sync import gloo_trainer
 from weight_sync.buckets import pack
-from weight_sync.canary import TOLERANCES, canary_sequences
+from weight_sync.canary import TOLERANCES
 from weight_sync.push import Pusher, PushError, PushReport
 from weight_sync.source import DeepSpeedSource
-from weight_sync.verification import Verification
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 
-EVERY = Verification("every", "float32", canary_sequences(VOCABULARY, CONTEXT - 1))
 versions = itertools.count(1000)
 
 

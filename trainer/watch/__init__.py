@@ -6,9 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from generator.rollout import Group
@@ -19,6 +17,7 @@ from trainer.watch.metrics import PushRecord, RunningTotals, evaluation_summary,
 from trainer.watch.run_folder import RunFolder, RunFolderError
 from trainer.watch.trace import Trace
 from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
+from weight_sync.background import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -210,15 +209,7 @@ class Watch:
             return None
         from trainer.report import write_report  # it reads the catalogue of this package
 
-        written: Future[Path] = Future()
-
-        def write() -> None:
-            try:
-                written.set_result(write_report([self.run_dir]))
-            except BaseException as error:
-                written.set_exception(error)
-
-        threading.Thread(target=write, name="report", daemon=True).start()  # not waited for at the end of the process
+        written = in_thread(lambda: write_report([self.run_dir]), "report")
         try:
             return str(written.result(seconds))
         except TimeoutError:

@@ -1,6 +1,6 @@
 """A run folder, read as it is: files may be missing, empty, or torn at the end by a kill.
 
-Everything that reads one does it by this. Who writes: :mod:`trainer.watch.run_folder` and :mod:`trainer.watch.trace`.
+Who writes: :mod:`trainer.watch.run_folder` and :mod:`trainer.watch.trace`.
 """
 
 from __future__ import annotations
