@@ -30,8 +30,6 @@ from trainer.step_metrics import StepResult
 from weight_sync.push import PushReport
 
 STEPS, BATCH, SIZE = 8, 2, 2
-EVERY = 2
-"""So often a version is evaluated, where any is."""
 HELD_OUT = [Prompt(number, (1, 2), "", {}) for number in range(2)]
 ENDS = ["stop", "stop", "stop", "flat", "failed", "unscored"]
 """How a group ends: scored, with equal rewards, failed at the engine, or without a reward."""
@@ -134,6 +132,7 @@ class Flow(RuleBasedStateMachine):
         refill=st.integers(0, 1),
         rows=st.sampled_from([3, 40]),
         streaming=st.booleans(),
+        every=st.sampled_from([1, 1, 3]),
         evaluated_by=st.sampled_from(["nobody", "all", "one of its own"]),
     )
     def start(self, **options: Any) -> None:
@@ -148,7 +147,8 @@ class Flow(RuleBasedStateMachine):
     def begin(self) -> None:
         """A process of the run: from the checkpoint, if there is one."""
         changes = dict(self.options)
-        bound, refill, self.evaluated_by = (changes.pop(name) for name in ("bound", "refill", "evaluated_by"))
+        bound, refill, self.every = (changes.pop(name) for name in ("bound", "refill", "every"))
+        self.evaluated_by = changes.pop("evaluated_by")
         engines = Answered()
         self.scores = Scores()
         run = parts(
@@ -192,7 +192,7 @@ class Flow(RuleBasedStateMachine):
         alone = self.evaluated_by == "one of its own"
         episodes = SingleTurn(self.own if alone else engines, self.scores, str, Watch())
         return Evaluations(
-            Evaluator(HELD_OUT, episodes, SIZE, 1.0), EVERY, STEPS,
+            Evaluator(HELD_OUT, episodes, SIZE, 1.0), self.every, STEPS,
             serving=lambda: self.own.serving if alone else 1,
             report=report, reported=lambda version: version in self.evaluated, send=send if alone else None,
         )  # fmt: skip
@@ -229,7 +229,7 @@ class Flow(RuleBasedStateMachine):
         assert self.run.steps_done == STEPS, "the run did not come to its last step although everything was answered"
         assert self.run.groups.kept({}).prompt_ids == []
         if self.evaluated_by != "nobody":
-            assert self.evaluated.keys() | self.given_up >= {*range(0, STEPS, EVERY), STEPS}
+            assert self.evaluated.keys() | self.given_up >= {*range(0, STEPS, self.every), STEPS}
 
     def stop(self) -> None:
         self.give_up_the_evaluation()
@@ -319,7 +319,7 @@ class Flow(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         events=st.integers(1, 60),
         newest=st.sampled_from([0.5, 0.9, 1.0]),
-        own=st.sampled_from(["ends", "stays", "is lost"]),
+        own=st.sampled_from(["ends", "stays", "stays", "is lost"]),
     )
     def a_while(self, seed: int, events: int, newest: float, own: str) -> None:
         """Many events at random: hypothesis alone rarely gets a run past its first steps. Old groups may be left.
