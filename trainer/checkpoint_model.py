@@ -17,44 +17,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.adapter_record import RECORD_FILE
-from trainer.learner_setup import DTYPES, save_tokenizer
+from trainer.adapter_record import read_record
+from trainer.config import LoRAConfig
+from trainer.learner_setup import DTYPES, architecture, save_tokenizer
+from trainer.lora import add_adapters, fingerprint
 from trainer.model import ResolvedModel
 from trainer.zero_files import CHECKPOINT_TAG
+from weight_sync.source import DeepSpeedSource
 
 LANGUAGE_MODEL = "model."
 """Where the policy keeps the language model: how the names of its weights begin in a checkpoint."""
 WHOLE_WEIGHTS = "mp_rank_00_model_states.pt"
 """DeepSpeed's file of a learner whose ranks hold all weights."""
+BUCKET_BYTES = 256 << 20
+"""Of merged weights, at a time."""
 
 
 def write_checkpoint_model(learner: Path, base: ResolvedModel, trust_remote_code: bool, folder: Path) -> None:
     """Write the weights in ``learner``, the learner's folder of a checkpoint, to ``folder`` as a model.
 
     Configuration and tokenizer are those of ``base``, the model that the run started from; weights get its dtype.
-    Raises ``FileNotFoundError`` when there is no learner checkpoint, ``ValueError`` when its weights are not those of
-    such a model, or are an adapter's alone.
+    Adapters are merged into the weights of ``base``, as the export of a run does it. Raises ``FileNotFoundError`` when
+    there is no learner checkpoint, ``ValueError`` when its weights are not those of such a model, or its adapters are
+    for another.
     """
-    if (learner / RECORD_FILE).is_file():
-        raise ValueError(
-            f"the checkpoint in {learner} holds an adapter (learner.lora), not a model; the `export` folder of a run "
-            "that is done holds the model with the adapter merged into it"
-        )
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     dtype = DTYPES[base.dtype]
     with _deepspeed_on_cpu():
-        weights = {name: tensor.to(dtype) for name, tensor in checkpoint_weights(learner).items()}
-        config = AutoConfig.from_pretrained(base.path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):  # the architecture; no memory is taken
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        _check_weights(weights, model.state_dict(), learner, base)
+        found, record = checkpoint_weights(learner), read_record(learner)
+        model = architecture(base.path, trust_remote_code, dtype)
+        if record is None:
+            _check_weights(found, model.state_dict(), learner, base)
+        else:
+            found = _merged(found, record, learner, base, trust_remote_code)
+        weights = {name: tensor.to(dtype) for name, tensor in found.items()}
         if (Path(base.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(base.path)
         model.save_pretrained(folder, state_dict=weights)
     save_tokenizer(base.path, trust_remote_code, folder)
+
+
+def _merged(
+    adapters: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    learner: Path,
+    base: ResolvedModel,
+    trust_remote_code: bool,
+) -> dict[str, Tensor]:
+    """The weights of ``base`` with the adapters of a checkpoint merged into them, in the dtype that the run had."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = DTYPES[record["dtype"]]
+    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=dtype, trust_remote_code=trust_remote_code)
+    if fingerprint(model) != record["base"]:
+        raise ValueError(f"the checkpoint in {learner} holds an adapter to another model than {base.source}")
+    add_adapters(model, LoRAConfig(record["rank"], record["alpha"], record["targets"]))
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    _check_weights(adapters, wanted, learner, base)
+    model.load_state_dict({name: adapters[name].to(dtype) for name in wanted}, strict=False)
+    return {name: tensor.cpu() for name, tensor in DeepSpeedSource(model, bucket_bytes=BUCKET_BYTES)}
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ class Pusher:
             self.engines.publish(version)
             self.published = self._held = version
         self._unproven = self._unproven and not proven
-        self._adapter_unproven = self._adapter_unproven and not of_adapter
+        self._adapter_unproven = self._adapter_unproven and not (of_adapter and canary is not None)
         await self._within(Step.RESUME, self.engines.resume)
         pause_seconds = self.clock() - paused_at
         return PushReport(version, sent, dict(self._seconds), pause_seconds, manifest.total_bytes, canary)

@@ -23,10 +23,11 @@ from tests.trainer.plain_loop import (
     response_logprobs,
     tiny_model,
 )
-from trainer.checkpoint_model import checkpoint_weights
+from trainer.checkpoint_model import checkpoint_weights, write_checkpoint_model
 from trainer.config import AlgorithmConfig, CorrectionConfig, KLConfig, LearnerConfig, LoRAConfig, OptimizerConfig
 from trainer.learner import Learner
 from trainer.learner_setup import LearnerSpec
+from trainer.model import ResolvedModel
 from trainer.train_rollout import TrainRollout
 from trainer.zero_files import CHECKPOINT_TAG, saved_stages
 
@@ -272,16 +273,27 @@ def refused_stage(learner: Any, own: int, written: int, folder: Path) -> str:
     return str(refused.value)
 
 
-def adapters_continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[dict, dict]:
-    """Weights of two steps in one go, and with a save and a load in a new learner in between."""
+def adapters_continued(learner: Any, changes: dict[str, Any], folder: Path, rank: int) -> tuple[dict, ...]:
+    """Weights of two steps in one go, and with a save and a load in a new learner in between; those when it saved, and
+    those of the model that is made of what it saved."""
     kept = folder / f"adapters {changes['stage']}"
     one = learner(**changes)
     one.train(batch(0), version=0)
     one.save(kept / "checkpoint")
+    saved = exported(one, folder / "export", rank)
+    made = model_of(kept / "checkpoint", folder) if rank == 0 else {}
     one.train(batch(1), version=1)
     uninterrupted = exported(one, folder / "export", rank)
     one.close()
-    return uninterrupted, loaded_and_trained(learner, changes, kept, folder, rank)[1]
+    return uninterrupted, loaded_and_trained(learner, changes, kept, folder, rank)[1], saved, made
+
+
+def model_of(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    base = ResolvedModel(str(folder / "model"), "the base", "", (), 512, "float32")
+    write_checkpoint_model(checkpoint, base, False, checkpoint / "model")
+    return load_file(checkpoint / "model" / "model.safetensors")
 
 
 def loaded_and_trained(
@@ -551,11 +563,19 @@ def assert_pays(penalties: list[float], weights: dict[str, torch.Tensor]) -> Non
 def test_of_a_model_with_adapters_their_targets_change_alone_and_a_loaded_checkpoint_continues_exactly(
     results, start, stage
 ):
-    uninterrupted, resumed = results[1][f"adapters {stage}"]
+    uninterrupted, resumed, *_ = results[1][f"adapters {stage}"]
     assert uninterrupted.keys() == resumed.keys() == start.keys()
     for name, weight in uninterrupted.items():
         assert torch.equal(weight, resumed[name]), name
         assert torch.equal(weight, start[name]) == (not name.endswith(("q_proj.weight", "up_proj.weight"))), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_model_made_of_a_checkpoint_of_adapters_is_what_was_exported_then(results, stage):
+    _, _, exported, made = results[1][f"adapters {stage}"]
+    assert exported.keys() == made.keys()
+    assert all(torch.equal(weight, made[name]) for name, weight in exported.items())
 
 
 @pytest.mark.engine

@@ -438,6 +438,18 @@ async def test_the_first_adapter_that_changes_enough_for_the_canary_to_miss_it_i
     assert [report.version for report in reports if report.canary is not None] == proven
 
 
+async def test_an_adapter_that_engines_could_not_be_asked_about_is_tried_again_at_the_next_push():
+    script = Script()
+    script.adapter_adds = iter((0.0, 1.0, 1.0))
+    run = pusher(script, verification=Verification("first", "float32", EVERY.sequences, adapters=True))
+    await run.push(0)
+    script.off_by = {"engine 0": None, "engine 1": None}
+    assert (await run.push(1)).canary is None
+    script.off_by = {"engine 0": 0.0, "engine 1": 0.0}
+    assert (await run.push(2)).canary is not None
+    assert (await run.push(3)).canary is None
+
+
 async def test_the_first_push_after_engines_joined_is_proven_again():
     script = Script()
     run = pusher(script, verification=Verification("first", "float32", EVERY.sequences))
