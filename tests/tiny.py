@@ -73,17 +73,23 @@ def next_token_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.T
         return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
 
 
-def assert_sampled_by(rollouts: list[Rollout], models: dict[int, torch.nn.Module]) -> None:
-    """Every token is the likeliest one under the weights of its version, with their log-probability."""
+def assert_sampled_by(rollouts: list[Rollout], models: dict[int, torch.nn.Module], tolerance: float = 2e-3) -> None:
+    """Every token is the likeliest one under the weights of its version, with their log-probability.
+
+    ``tolerance`` bounds the difference of a log-probability. Two tokens nearer to each other than that are a tie,
+    which vLLM's kernels may decide otherwise than transformers': of thousands of tokens one or another is.
+    """
     for rollout in rollouts:
         tokens = [*rollout.prompt_token_ids, *rollout.response_token_ids]
         rows = {version: next_token_logprobs(model, tokens) for version, model in models.items()}
         assert set(rollout.versions) <= set(models)
         columns = zip(rollout.response_token_ids, rollout.versions, rollout.logprobs, strict=True)
-        for position, (token, version, logprob) in enumerate(columns, start=len(rollout.prompt_token_ids) - 1):
-            assert token == int(rows[version][position].argmax())
+        for position, (token, version, logprob) in enumerate(columns):
+            row = rows[version][len(rollout.prompt_token_ids) - 1 + position]
+            where = f"rollout {rollout.id}, position {position}, version {version}, token {token}"
+            assert float(row[token]) >= float(row.max()) - tolerance, where
             # At temperature 0 vLLM reports the log-softmax of the raw logits.
-            assert abs(logprob - float(rows[version][position][token])) < 2e-3
+            assert abs(logprob - float(row[token])) < tolerance, where
 
 
 def engine_settings(folder: Any, sampling: Sampling, running: int, threads: int = 1, **changes: Any) -> EngineSettings:

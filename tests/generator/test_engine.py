@@ -18,7 +18,15 @@ from generator.engine import Engine
 from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
-from tests.tiny import VOCABULARY, ModuleLearner, OneEngine, engine_settings, next_token_logprobs, tiny_llama
+from tests.tiny import (
+    VOCABULARY,
+    ModuleLearner,
+    OneEngine,
+    assert_sampled_by,
+    engine_settings,
+    next_token_logprobs,
+    tiny_llama,
+)
 from weight_sync.canary import canary_sequences
 from weight_sync.client import UpdateRequest
 from weight_sync.push import Pusher
@@ -140,15 +148,7 @@ async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they
     for rollout in finished:
         assert len(rollout.response_token_ids) == MAX_TOKENS
         assert rollout.finish_reason == "length"
-        tokens = [*rollout.prompt_token_ids, *rollout.response_token_ids]
-        expected = {version: next_token_logprobs(model, tokens) for version, model in by_version.items()}
-        first = len(rollout.prompt_token_ids) - 1
-        for position, (token, version, logprob) in enumerate(
-            zip(rollout.response_token_ids, rollout.versions, rollout.logprobs, strict=True)
-        ):
-            row = expected[version][first + position]
-            assert token == int(row.argmax()), f"rollout {rollout.id}, position {position}, version {version}"
-            assert logprob == pytest.approx(float(row[token]), abs=2e-4)
+    assert_sampled_by(finished, by_version, tolerance=2e-4)
 
 
 async def test_the_models_of_this_test_disagree_so_that_a_wrong_tag_would_show(models):
