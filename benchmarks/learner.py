@@ -1,6 +1,6 @@
 """The learner against a bare PyTorch loop of forward, backward and AdamW: tokens a second, and memory of the loss.
 
-    python -m benchmarks.learner [--model PATH] [--json PATH] [--quick] [--engine]
+    python -m benchmarks.learner [--model PATH] [--json PATH] [--quick]
 
 Both train the same model on the same batches with the same threads, and take turns; a figure is the median of the
 ratios of the turns, since the speed of a shared machine changes from one turn to the next. The bare loop is a good one:
@@ -12,9 +12,6 @@ what the learner costs (DeepSpeed, corrections, diagnostics). `throughput_ratio_
 of a real run, with the learner's own packing. `loss_memory_ratio`: the peak memory of log-probabilities and their
 gradients for 4,096 response tokens over that for 1,024. Without --model, SmolLM2-135M-Instruct; --quick takes a tiny
 model and few repetitions. Run it on an otherwise idle machine.
-
-``--engine`` adds how far the engine's log-probabilities lie from the learner's right after a push, from three
-on-policy steps of real runs: the tiny model in float32, SmolLM2 in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ import multiprocessing
 import random
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -203,24 +198,6 @@ def memory(hidden_size: int) -> dict[str, Any]:
     return {"loss_mib_few_tokens": few / mib, "loss_mib_many_tokens": many / mib, "loss_memory_ratio": many / few}
 
 
-def against_engine() -> dict[str, Any]:
-    """Differences of engine and learner, mean and largest of three steps, by model and dtype, from runs of the stack.
-
-    On-policy, so that every token was sampled from the weights that the learner has.
-    """
-    figures: dict[str, Any] = {}
-    for recipe, dtype in (("ci_tiny", "float32"), ("gsm8k_fully_async", "float32"), ("gsm8k_fully_async", "bfloat16")):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "trainer", f"recipe={recipe}", f"model.dtype={dtype}", "hardware=cpu",
-                       "steps=3", "staleness.max_versions=0", "batch.prompts=4", "logger.wandb.mode=disabled",
-                       f"run_dir={folder}/run"]  # fmt: skip
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
-            rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-        for what, of in (("mean", statistics.mean), ("max", max)):
-            figures[f"engine_{what}_{recipe}_{dtype}"] = of([row[f"mismatch/logprob_abs_diff_{what}"] for row in rows])
-    return figures
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +206,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             tiny.save_pretrained(folder)
         model = folder if arguments.quick else str(arguments.model or embedded_model())
         hidden_size = json.loads((Path(model) / "config.json").read_text())["hidden_size"]
-        return throughput(model, arguments) | memory(hidden_size) | (against_engine() if arguments.engine else {})
+        return throughput(model, arguments) | memory(hidden_size)
 
 
 def main() -> None:
@@ -242,7 +219,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--engine", action="store_true", help="compare log-probabilities with an engine's too")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:

@@ -22,6 +22,7 @@ from trainer.algorithm.loss import learns_without_advantage
 from trainer.batching import BatchPlan, plan_micro_batches
 from trainer.config import AlgorithmConfig
 from trainer.interrupt import Interrupt
+from trainer.learner_checkpoint import export_model, load_learner, save_learner
 from trainer.learner_setup import (
     LearnerSpec,
     adamw,
@@ -30,13 +31,11 @@ from trainer.learner_setup import (
     load_model,
     prepare_process,
     register_head,
-    save_tokenizer,
 )
 from trainer.logprob_pass import batch_logprobs, kl_penalties
 from trainer.lora import adapters_off, add_adapters, fingerprint
 from trainer.policy import PolicyModel
 from trainer.reference_model import load_reference
-from trainer.resharding import load_on_other_ranks, shard_files
 from trainer.schedule import learning_rate_at
 from trainer.step_metrics import StepResult, step_result
 from trainer.train_rollout import (
@@ -48,10 +47,6 @@ from trainer.train_rollout import (
     with_second_moment_mask,
 )
 from trainer.update import Update, Updater
-from trainer.zero_files import CHECKPOINT_TAG, check_stage
-from weight_sync.source import DeepSpeedSource
-
-_EXPORT_BUCKET_BYTES = 256 << 20
 
 
 class Learner:
@@ -207,16 +202,7 @@ class Learner:
 
         With adapters their weights alone are written, not those of the model that they are for.
         """
-        state = {"steps_done": self._steps_done}
-        if self.rank == 0:
-            self._record.write(folder, parts=self.world_size if self._engine.zero_optimization_stage() > 0 else 0)
-        self._engine.save_checkpoint(
-            str(folder),
-            tag=CHECKPOINT_TAG,
-            client_state=state,
-            save_latest=False,
-            exclude_frozen_parameters=self.spec.learner.lora.rank > 0,
-        )
+        save_learner(self._engine, self._record, folder, self._steps_done)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder written by :meth:`save` at the same ZeRO stage, on as many ranks or on others.
@@ -224,38 +210,14 @@ class Learner:
         Raises ``FileNotFoundError`` when there is no learner checkpoint in it, and ``ValueError`` for one of another
         stage, of other adapters, or of an adapter to another model.
         """
-        files = Path(folder) / CHECKPOINT_TAG
-        if not files.is_dir():
-            raise FileNotFoundError(f"{folder} holds no learner checkpoint (no folder {CHECKPOINT_TAG!r} in it)")
-        self._record.check(folder, self.world_size)
-        check_stage(files, int(self._engine.zero_optimization_stage()))
-        saved_by = len(shard_files(files))
-        if saved_by in (0, self.world_size):
-            whole = self.spec.learner.lora.rank == 0
-            loaded, state = self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG, load_module_strict=whole)
-            if loaded is None:
-                raise FileNotFoundError(f"the learner checkpoint in {folder} is incomplete; DeepSpeed cannot read it")
-        else:
-            state = load_on_other_ranks(self._engine, files, self.rank, self.world_size)
-        # Checkpoints from before a step could be several updates do not hold the number.
-        updates = self._engine.global_steps - self._engine.skipped_steps
-        self._steps_done = int(state.get("steps_done", updates))
+        self._steps_done = load_learner(self._engine, self._record, folder)
 
     def export(self, folder: str | Path) -> None:
         """Write a folder that transformers and vLLM load directly: configuration, safetensors weights, tokenizer.
 
         Adapters are merged into the weights.
         """
-        model = self._engine.module.model
-        source = DeepSpeedSource(self._engine, prefix="model.", bucket_bytes=_EXPORT_BUCKET_BYTES)
-        if self.rank == 0:
-            state = {name: tensor.cpu() for name, tensor in source}
-            model.save_pretrained(str(folder), state_dict=state)
-            save_tokenizer(self.spec.model_path, self.spec.trust_remote_code, folder)
-        else:
-            source.begin_pass()
-            source.finish_pass()
-        dist.barrier()
+        export_model(self._engine, self.spec, folder)
 
     def close(self) -> None:
         """Release the engine and leave the process group. Does nothing a second time."""

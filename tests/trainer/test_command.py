@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
+from tests.trainer.command import no_process_left, processes_of_this_test, rows_of, run
 from tests.trainer.watch import wandb_file
 from trainer.checkpoint_model import write_checkpoint_model
-from trainer.control import request
 from trainer.evaluation_target import run_config
 from trainer.inputs import find_model
 from trainer.watch import catalogue
@@ -26,48 +20,10 @@ from weight_sync.canary import TOLERANCES
 
 pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
 
-ROOT = Path(__file__).resolve().parents[2]
 ROLLOUT_KEYS = {
     "step", "prompt_token_ids", "response_token_ids", "logprobs", "versions", "loss_mask", "reward", "advantage",
     "finish_reason", "text",
 }  # fmt: skip
-
-
-def command(*overrides: str) -> list[str]:
-    return [sys.executable, "-m", "trainer", *overrides]
-
-
-def environment() -> dict[str, str]:
-    # The test's own processes are told apart from any other Ray on the machine by this mark in their environment.
-    return {**os.environ, "WANDB_MODE": "offline", "MIDFLIGHT_TEST": str(os.getpid()), "PYTHONPATH": str(ROOT)}
-
-
-DESCENDANTS: set[psutil.Process] = set()
-"""Processes of commands seen while they ran. vLLM's engine core, which renames itself, loses the mark by that."""
-
-
-def descendants(process: subprocess.Popen) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def processes_of_this_test() -> list[psutil.Process]:
-    found = []
-    for process in {*psutil.process_iter(), *DESCENDANTS}:
-        try:
-            marked = process in DESCENDANTS or process.environ().get("MIDFLIGHT_TEST") == str(os.getpid())
-            if marked and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def no_process_left(patience: float = 20.0) -> bool:
-    """Whether every process of the command has ended; those that are on their way out get a moment."""
-    deadline = time.monotonic() + patience
-    while processes_of_this_test() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return not processes_of_this_test()
 
 
 EXACT = ["staleness.max_versions=0", "sampling.seed=7", "engine.max_running=1", "logger.wandb.mode=offline"]
@@ -88,9 +44,7 @@ def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
         "evaluation.prompts=4",
         "evaluation.temperature=0",
     ]
-    done = subprocess.run(
-        command(*overrides), capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False
-    )
+    done = run(*overrides)
     return folder, done
 
 
@@ -197,10 +151,7 @@ class TestAFinishedRun:
         self, finished_run, tmp_path
     ):
         folder, _ = finished_run
-        done = subprocess.run(
-            [sys.executable, "-m", "trainer.evaluate", str(folder), f"--output={tmp_path / 'result.jsonl'}"],
-            capture_output=True, text=True, timeout=600, env=environment(), cwd=ROOT, check=False,
-        )  # fmt: skip
+        done = run(str(folder), f"--output={tmp_path / 'result.jsonl'}", module="trainer.evaluate", timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         assert no_process_left(), processes_of_this_test()
         (row,) = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
@@ -232,10 +183,7 @@ def test_an_on_policy_run_stopped_between_two_steps_and_continued_has_the_weight
 ):
     """Bit for bit; that run was evaluated besides, which must not matter."""
     for steps in (1, 3):
-        done = subprocess.run(
-            command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.rollouts.every=1", *EXACT),
-            capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False,
-        )  # fmt: skip
+        done = run("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.rollouts.every=1", *EXACT)
         assert done.returncode == 0, done.stdout + done.stderr
     for step in (1, 2, 3):
         one, other = (rows_of(folder / "rollouts" / f"step_{step}.jsonl") for folder in (finished_run[0], tmp_path))
@@ -260,10 +208,7 @@ def test_an_on_policy_run_stopped_between_two_steps_and_continued_has_the_weight
     ],
 )
 def test_bad_input_ends_with_exit_code_2_and_one_readable_message(overrides, words, tmp_path):
-    done = subprocess.run(
-        command(*overrides, f"run_dir={tmp_path / 'run'}", "hardware=cpu"),
-        capture_output=True, text=True, timeout=300, env=environment(), cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = run(*overrides, f"run_dir={tmp_path / 'run'}", "hardware=cpu", timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     for word in words:
@@ -283,172 +228,18 @@ def test_bad_input_ends_with_exit_code_2_and_one_readable_message(overrides, wor
 def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content, words, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text(content)
-    done = subprocess.run(
-        command("recipe=gsm8k_fully_async", f"data.path={path}", f"run_dir={tmp_path / 'run'}", "hardware=cpu"),
-        capture_output=True, text=True, timeout=300, env=environment(), cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = run(
+        "recipe=gsm8k_fully_async", f"data.path={path}", f"run_dir={tmp_path / 'run'}", "hardware=cpu", timeout=300
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert str(path) in done.stderr
     for word in words:
         assert word in done.stderr.lower()
 
 
-def act_after(
-    line_like: str, act: Callable[[subprocess.Popen], None], folder: Path, *overrides: str
-) -> tuple[int, str]:
-    """Start the command, act on it after a line of output like a pattern; exit code and output."""
-    process = subprocess.Popen(
-        command("recipe=ci_tiny", "steps=10000", f"run_dir={folder}", "logger.wandb.mode=disabled", *overrides),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
-    )  # fmt: skip
-    output = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        output.append(line)
-        if re.search(line_like, line):
-            break
-    else:
-        pytest.fail(
-            f"the command ended with {process.wait(timeout=60)} before a line like {line_like!r}:\n" + "".join(output)
-        )
-    DESCENDANTS.update(descendants(process))
-    try:
-        act(process)
-        rest, _ = process.communicate(timeout=300)
-    except BaseException:
-        process.send_signal(signal.SIGTERM)  # nothing of this command may be left to the next test
-        raise
-    return process.returncode, "".join(output) + rest
-
-
-def interrupt_after(line_like: str, signal_number: int, folder: Path) -> tuple[int, str]:
-    """As :func:`act_after`, with a signal to the command."""
-    return act_after(line_like, lambda process: process.send_signal(signal_number), folder)
-
-
-LONG_ROLLOUTS = ["sampling.max_tokens=40", "sampling.ignore_eos=true", "logger.rollouts.every=1"]
-"""Sampling a group takes long enough that some are in the middle of it at any moment."""
-
-
-def rows_of(*files: Path) -> dict[str, dict]:
-    """The rows of files of rollouts, by the rollout's id, which no two have."""
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    by_id = {row["rollout_id"]: row for row in rows}
-    assert len(by_id) == len(rows)
-    return by_id
-
-
-BEGINNING_EARLY = ["batch.streaming=true", "staleness.adapt_running_groups=true"]
-
-
-def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it_token_for_token(tmp_path):
-    def interrupt(process: subprocess.Popen) -> None:
-        process.send_signal(signal.SIGINT)
-
-    code, output = act_after(r"step +2/", interrupt, tmp_path, *LONG_ROLLOUTS, *BEGINNING_EARLY)
-    assert code == 130, output
-    assert "Traceback" not in output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "interrupted"
-    (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
-    kept = rows_of(checkpoint / "rollouts.jsonl")
-    assert [row for row in kept.values() if row["finish_reason"] is None and row["response_token_ids"]], "in flight"
-    assert no_process_left(), processes_of_this_test()
-
-    steps = summary["policy_version"] + 2
-    done = subprocess.run(
-        command("recipe=ci_tiny", f"steps={steps}", f"run_dir={tmp_path}", "logger.wandb.mode=disabled",
-                *LONG_ROLLOUTS, *BEGINNING_EARLY),
-        capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["policy_version"]) == ("done", steps, steps)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert sum(line["tokens/streamed"] for line in lines) > 0
-    assert all(line["engines/max_running_groups"] >= 1 and "engines/kv_cache_usage" in line for line in lines)
-    trained = rows_of(*(tmp_path / "rollouts").glob("step_*.jsonl"))
-    for name, row in kept.items():
-        count = len(row["response_token_ids"])
-        for column in ("response_token_ids", "logprobs", "versions"):
-            assert trained[name][column][:count] == row[column], "a kept rollout goes on with the tokens that it had"
-    assert summary["tokens/generated"] == sum(summary[f"tokens/{end}"] for end in ("trained", "expired", "lost"))
-
-
-def test_a_killed_run_leaves_no_process(tmp_path):
-    code, output = interrupt_after(r"step +1/", signal.SIGKILL, tmp_path)
-    assert code == -signal.SIGKILL, output
-    # Nobody ends Ray's agents then but they themselves, after about a minute in which they try to report to the GCS.
-    assert no_process_left(patience=240), processes_of_this_test()
-
-
-def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_path):
-    code, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path)
-    assert code == 130, output
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-    assert no_process_left(patience=60), processes_of_this_test()
-
-
-def kill_engine_core(process: subprocess.Popen) -> None:
-    (core,) = [p for p in descendants(process) if "EngineCore" in " ".join(p.cmdline())]
-    core.kill()
-
-
-def test_a_run_whose_engine_dies_goes_on_with_a_new_one_and_loses_no_token(tmp_path):
-    code, output = act_after(r"step +3/", kill_engine_core, tmp_path, "steps=20")
-    assert code == 0, output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == summary["policy_version"] == 20
-    assert summary["engines/lost"] == summary["engines/restarted"] == 1
-    assert summary["tokens/generated"] == sum(summary[f"tokens/{end}"] for end in ("trained", "expired", "lost"))
-    assert no_process_left(patience=60), processes_of_this_test()
-
-
-def test_a_run_whose_engine_dies_and_may_not_be_replaced_fails_with_the_cause_and_leaves_no_process(tmp_path):
-    code, output = act_after(r"step +1/", kill_engine_core, tmp_path, "engine.max_restarts=0")
-    assert code == 1, output
-    assert "Traceback" not in output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert "engine 0" in summary["error"]
-    assert "EngineDeadError" in (tmp_path / "error.txt").read_text()
-    assert no_process_left(patience=60), processes_of_this_test()
-
-
-def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
-    def change_twice(process: subprocess.Popen) -> None:
-        assert request(tmp_path, {"engine.count": 2})["engine.count"] == 2
-        answer = request(tmp_path, {"engine.count": 0})
-        assert "at least 1" in answer["error"]
-        assert "cannot be changed" in request(tmp_path, {"steps": 3})["error"]
-        wait_for(lambda: request(tmp_path, {})["engines_serving"] == 2)
-        assert request(tmp_path, {"engine.count": 1})["engines_serving"] == 1
-        process.send_signal(signal.SIGINT)
-
-    evaluated = ["evaluation.every=1", "evaluation.prompts=4", "evaluation.engine=dedicated"]
-    code, output = act_after(r"evaluation of version 2", change_twice, tmp_path, *evaluated)
-    assert code == 130, output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["engines/lost"] == 0
-    versions = [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-    assert versions == list(range(len(versions))), "each version was sent to the engine that evaluates, and to no other"
-    assert no_process_left(patience=60), processes_of_this_test()
-
-
-def wait_for(condition: Callable[[], bool], patience: float = 300.0) -> None:
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 def test_the_jobs_of_a_sweep_have_run_folders_of_their_own_and_one_that_fails_does_not_end_it(tmp_path):
     overrides = ["recipe=ci_tiny", "seed=0,1", f"run_dir={tmp_path}/sweep", "logger.wandb.mode=disabled"]
-    done = subprocess.run(
-        command(*overrides, "engine.start_timeout=0.01", "--multirun"),
-        capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=600,
-    )  # fmt: skip
+    done = run(*overrides, "engine.start_timeout=0.01", "--multirun", timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
     for job in (0, 1):
         folder = tmp_path / "sweep" / str(job)
