@@ -55,7 +55,7 @@ def processes_of_this_test() -> list[psutil.Process]:
     return found
 
 
-def no_process_left(patience: float = 20.0) -> bool:
+def no_process_left(patience: float = 120.0) -> bool:
     """Whether every process of the command has ended; those that are on their way out get a moment."""
     deadline = time.monotonic() + patience
     while processes_of_this_test() and time.monotonic() < deadline:

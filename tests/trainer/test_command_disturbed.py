@@ -78,7 +78,7 @@ def test_a_sigterm_while_engines_start_exits_with_130_and_leaves_no_process(tmp_
     code, output = interrupt_after("starting 1 engine", signal.SIGTERM, tmp_path)
     assert code == 130, output
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-    assert no_process_left(patience=60), processes_of_this_test()
+    assert no_process_left(), processes_of_this_test()
 
 
 def kill_engine_core(process: subprocess.Popen) -> None:
@@ -93,7 +93,7 @@ def test_a_run_whose_engine_dies_goes_on_with_a_new_one_and_loses_no_token(tmp_p
     assert summary["steps"] == summary["policy_version"] == 20
     assert summary["engines/lost"] == summary["engines/restarted"] == 1
     assert summary["tokens/generated"] == sum(summary[f"tokens/{end}"] for end in ("trained", "expired", "lost"))
-    assert no_process_left(patience=60), processes_of_this_test()
+    assert no_process_left(), processes_of_this_test()
 
 
 def test_a_run_whose_engine_dies_and_may_not_be_replaced_fails_with_the_cause_and_leaves_no_process(tmp_path):
@@ -104,7 +104,7 @@ def test_a_run_whose_engine_dies_and_may_not_be_replaced_fails_with_the_cause_an
     assert summary["status"] == "failed"
     assert "engine 0" in summary["error"]
     assert "EngineDeadError" in (tmp_path / "error.txt").read_text()
-    assert no_process_left(patience=60), processes_of_this_test()
+    assert no_process_left(), processes_of_this_test()
 
 
 def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
@@ -124,7 +124,7 @@ def test_engines_are_added_and_drained_while_a_run_goes_on(tmp_path):
     assert summary["engines/lost"] == 0
     versions = [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert versions == list(range(len(versions))), "each version was sent to the engine that evaluates, and to no other"
-    assert no_process_left(patience=60), processes_of_this_test()
+    assert no_process_left(), processes_of_this_test()
 
 
 def wait_for(condition: Callable[[], bool], patience: float = 300.0) -> None:

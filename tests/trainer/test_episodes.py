@@ -12,6 +12,7 @@ import pytest
 from generator.rollout import Rollout, ScoredRollout
 from generator.task import Episode
 from tests.trainer.scripted import CODEC, NoTrace, ScriptedEngines, prompt, rollouts, sampling
+from tests.virtual import in_virtual_time
 from trainer.episodes import MultiTurn, SingleTurn
 
 
@@ -124,7 +125,7 @@ async def blocks_a_thread(task, sampler):
     ],
 )  # fmt: skip
 async def test_what_cannot_be_scored_is_excluded_and_counted_and_never_zero(run, cause):
-    episodes = source(run, timeout=0.05)
+    episodes = source(run, timeout=0.05 if cause == "timeout" else 60.0)
     scored = await one(episodes)
     assert scored.reward is None
     assert counted(episodes) == {cause: 1}
@@ -150,6 +151,7 @@ class SlowEngines(ScriptedEngines):
         return await super().generate(rollouts, sampling)
 
 
+@in_virtual_time
 async def test_generation_does_not_count_against_the_deadline():
     episodes = source(two_turns, engines=SlowEngines(("ask", "done")), timeout=0.15)
     assert (await one(episodes, hint=" 4;")).reward == 1.0

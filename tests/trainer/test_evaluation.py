@@ -100,9 +100,9 @@ async def test_with_no_engine_left_an_evaluation_is_given_up_so_that_a_push_can_
 
     evaluations = Evaluations(evaluator(Dead()), every=1, serving=lambda: 0)
     await evaluations.begin(4, asyncio.Lock())
-    await asyncio.wait_for(evaluations.ended(), timeout=10)
+    await asyncio.wait_for(evaluations.ended(), timeout=60)
     assert "version 4 is given up" in caplog.text
-    await asyncio.wait_for(evaluations.ended(), timeout=10)
+    await asyncio.wait_for(evaluations.ended(), timeout=60)
 
 
 def test_pass_at_k_is_the_share_of_k_rollouts_of_which_one_passes():

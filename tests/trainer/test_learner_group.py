@@ -92,7 +92,7 @@ async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ra
     await group.close()
     for actor in actors:
         with pytest.raises(local_ray.exceptions.RayActorError):
-            await asyncio.wait_for(actor.rendezvous.remote(), 30)
+            await asyncio.wait_for(actor.rendezvous.remote(), 120)
 
 
 @pytest.mark.engine

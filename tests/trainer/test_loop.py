@@ -102,7 +102,7 @@ async def test_no_push_waits_at_the_learner_behind_a_checkpoint_and_an_interrupt
     await save_checkpoint(run)
     assert held == [True]
     async with run.weights:  # by a push that does not end
-        await asyncio.wait_for(save_checkpoint(run, newest={}), timeout=10)
+        await asyncio.wait_for(save_checkpoint(run, newest={}), timeout=60)
 
 
 class Reporting(Engines):

@@ -46,7 +46,7 @@ def gone(pid: int) -> bool:
 
 
 def all_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not all(map(gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return all(map(gone, pids))
@@ -62,7 +62,7 @@ def test_a_second_ctrl_c_ends_the_process_and_all_below_it_at_once(process, seco
     time.sleep(1.5 * SAME_SIGNAL_SECONDS)
     assert process.poll() is None
     process.send_signal(second)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=120) == 130
     assert all_gone(below)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.virtual import in_virtual_time
 from weight_sync.canary import CanaryError
 from weight_sync.manifest import Manifest, ManifestEntry
 from weight_sync.push import Pusher, PushError, Step, engine_of
@@ -119,6 +120,7 @@ WAITING_STEPS = ["prepare", "gate", "transfer", "confirm"]
     ("step", "way"),
     [(step, "hang_at") for step in WAITING_STEPS] + [(step, "fail_at") for step in [*WAITING_STEPS, "publish"]],
 )
+@in_virtual_time
 async def test_a_failure_before_the_publication_publishes_nothing_and_names_its_step(step, way):
     script = Script(**{way: step})
     run = pusher(script, published=3, timeout=0.05 if way == "hang_at" else 5.0)
@@ -146,6 +148,7 @@ async def test_a_gate_that_fails_is_opened_again_on_the_old_version():
     assert script.calls == ["prepare", "gate", "resume"]
 
 
+@in_virtual_time
 async def test_a_push_that_is_cancelled_at_the_gate_leaves_no_engine_paused():
     script = Script(hang_at="gate")
     run = pusher(script, published=3)
@@ -206,6 +209,7 @@ async def test_a_failure_to_prepare_does_not_touch_the_engines():
     assert script.calls == ["prepare"]
 
 
+@in_virtual_time
 async def test_a_lost_resume_is_an_error_and_not_a_silent_pause():
     script = Script(hang_at="resume")
     with pytest.raises(PushError, match="at resume"):
@@ -279,6 +283,7 @@ async def test_a_staged_push_transfers_before_the_gate_and_swaps_behind_it():
     ("step", "way"),
     [(step, "hang_at") for step in STAGED[:5]] + [(step, "fail_at") for step in STAGED[:6]],
 )
+@in_virtual_time
 async def test_a_staged_push_that_fails_publishes_nothing_and_disturbs_no_engine_before_its_gate(step, way):
     script = Script(**{way: step})
     run = pusher(script, staged=True, published=3, timeout=0.05 if way == "hang_at" else 5.0)
@@ -289,6 +294,7 @@ async def test_a_staged_push_that_fails_publishes_nothing_and_disturbs_no_engine
     assert script.calls == STAGED[: STAGED.index(step) + 1] + ["resume"] * (step == "gate")
 
 
+@in_virtual_time
 async def test_a_staged_push_that_is_cancelled_while_it_travels_leaves_the_engines_alone():
     script = Script(hang_at="transfer")
     task = asyncio.create_task(pusher(script, staged=True, published=3).push(4))
@@ -500,6 +506,7 @@ async def test_a_push_fails_where_every_engine_computes_something_else_and_nothi
     assert "resume" not in script.calls
 
 
+@in_virtual_time
 async def test_a_canary_that_is_not_answered_ends_at_the_deadline():
     with pytest.raises(PushError, match="at verify: no answer within"):
         await pusher(Script(hang_at="verify"), verification=EVERY, timeout=0.05).push(0)

@@ -68,7 +68,7 @@ def services(parent: int | None = None) -> list[int]:
     return found
 
 
-def wait_until(condition, seconds: float = 30.0) -> bool:
+def wait_until(condition, seconds: float = 120.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
