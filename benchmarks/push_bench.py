@@ -24,7 +24,7 @@ from weight_sync.staging import StagingDevice
 
 IN_FLIGHT = 32
 PROMPT_TOKENS = 16
-TOKENS_BEFORE = 8
+TOKENS_BEFORE = 4
 """Tokens of each rollout before a push comes."""
 MANY_TOKENS, ONE_TOKENS = 48, 96
 """Response tokens of a rollout among many, and of one alone: it must not end before the gate closes."""
@@ -129,7 +129,20 @@ class Bench:
         closed, _ = await pushing
         await self._reach(await self._generated() + 1)
         seconds = time.monotonic() - closed
-        await asyncio.wait_for(sampling, CALL_SECONDS)
+        await _given_up(sampling)
+        return seconds
+
+    async def restart(self) -> float:
+        """The same as :meth:`whole_push` of mode ``abort`` with nothing pushed: the gate is closed and opened again."""
+        before = await self._generated()
+        sampling = self._sample(1, ONE_TOKENS)
+        await self._reach(before + TOKENS_BEFORE)
+        closed = time.monotonic()
+        await self.engine.pause()
+        await self.engine.resume(self.version)
+        await self._reach(await self._generated() + 1)
+        seconds = time.monotonic() - closed
+        await _given_up(sampling)
         return seconds
 
     async def staged_stall(self) -> float:
@@ -161,7 +174,7 @@ class Bench:
         around = [moment for moment in times if last <= moment]
         first = next(moment for moment in around if moment > opened)
         around = around[: around.index(first) + 1]
-        await asyncio.wait_for(asyncio.gather(*batches), CALL_SECONDS)
+        await _given_up(*batches)
         return max(later - earlier for earlier, later in itertools.pairwise(around))
 
     def _sample(self, count: int, tokens: int) -> asyncio.Task[Any]:
@@ -194,3 +207,10 @@ class Bench:
                     seen = now
         except asyncio.CancelledError:
             return times
+
+
+async def _given_up(*sampling: asyncio.Task[Any]) -> None:
+    """What was to be seen of these rollouts has been: their requests end."""
+    for task in sampling:
+        task.cancel()
+    await asyncio.wait(sampling, timeout=CALL_SECONDS)

@@ -6,7 +6,8 @@ Learner and engine core are two processes of one machine; what is compared is me
 
 - ``transfer``: packed buckets that are ready on the learner, against one raw broadcast of the same bytes;
 - ``push``: from the moment the gate begins to close until the first new token of the one rollout there is, against that
-  transfer plus vLLM's own reload of the same tensors from the worker's memory;
+  transfer plus vLLM's own reload of the same tensors from the worker's memory. ``restart`` is the part of it that has
+  nothing to do with weights: the gate is closed and opened, and the rollout goes on;
 - ``stall``: the longest time without a token around a push, with 32 rollouts in flight.
 """
 
@@ -36,6 +37,8 @@ from weight_sync.buckets import plan_buckets
 
 MODES: tuple[PushMode, ...] = ("abort", "keep", "wait")
 MEASURES = ("transfer", "push", "stall")
+STALL_TURNS = 3
+"""After the one that does not count: they take most of the time."""
 Samples = dict[str, list[float]]
 
 
@@ -50,8 +53,9 @@ async def measure(bench: Bench, measures: list[str], repeat: int) -> Samples:
         if "push" in measures:
             taken["reload"] = await bench.reload()
             await bench.push()  # vLLM's reload leaves a tied output head stale
+            taken["restart"] = await bench.restart()
             taken |= {f"push {mode}": await bench.whole_push(mode) for mode in MODES}
-        if "stall" in measures:
+        if "stall" in measures and turn <= STALL_TURNS:
             taken |= {f"stall {mode}": await bench.stall(mode) for mode in MODES}
             taken["stall staged"] = await bench.staged_stall()
         print(
@@ -72,6 +76,7 @@ def figures(samples: Samples) -> dict[str, Any]:
     if "reload" in middle:
         alone = middle["transfer"] + middle["reload"]
         found |= {f"push_ratio {mode}": middle[f"push {mode}"] / alone for mode in MODES}
+        found["push_ratio abort, without restart"] = (middle["push abort"] - middle["restart"]) / alone
     if "stall abort" in middle:
         found["staged_stall_ratio"] = middle["stall staged"] / middle["stall abort"]
     return found

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore, Work
 
-from weight_sync.scratch import scratch
+from weight_sync.scratch import keep, scratch
 
 POLL_SECONDS = 0.0001
 """Between two looks at a broadcast: a bucket takes a few milliseconds, and the next one waits for the look."""
+HELD_BUCKETS = 4
+"""Of a receiver, at a time: one arrives, one has arrived, one is being loaded, and layers that wait for their other parts
+hold the one before."""
 ARRIVAL_SHARE = 0.8
 """Of the deadline: what members may take to arrive. So rank 0 can name those that have not before others give up."""
 
@@ -152,12 +155,13 @@ def send_buckets(group: GlooGroup, buckets: Iterable[torch.Tensor], check: Calla
     return count
 
 
-def receive_buckets(group: GlooGroup, sizes: Iterable[int]) -> Iterator[torch.Tensor]:
+def receive_buckets(group: GlooGroup, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
     """Receive packed buckets of the given sizes in bytes, each into memory of its own, uint8.
 
     The next is received while the caller works on one. Never reuses a buffer: what was unpacked from a bucket may be a
     view of it and lives on in vLLM's layer-wise reload.
     """
+    keep(sizes, HELD_BUCKETS)
     pending: Transfer | None = None
     for size in sizes:
         started = group.broadcast(scratch(size))

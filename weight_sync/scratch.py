@@ -3,7 +3,7 @@
 Buckets of tens of megabytes, allocated and freed in turns with smaller tensors, leave holes in glibc's heap that later
 buckets do not fit into (aligned allocations least of all): a push of 500 MB grew a learner by 800 MB that it did not
 use, and gave none of it back. A mapping goes back to the operating system when its last tensor is gone, but for a few
-that are kept for the next bucket: to be given new pages takes about as long as to receive into them.
+that are kept for the next bucket and the next push: to be given new pages takes about as long as to receive into them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,23 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-KEPT_BYTES = 64 << 20
-"""Of unused mappings: two buckets of the default ``weight_sync.bucket_mib``, one that fills while another travels."""
-
 _kept: list[mmap.mmap] = []
+_kept_bytes = 64 << 20
+"""Of unused mappings, at most: two buckets of the default ``weight_sync.bucket_mib``, until :func:`keep` says more."""
+
+
+def keep(sizes: Iterable[int], at_once: int) -> None:
+    """Keep from now on what the ``at_once`` largest of buckets of these sizes take.
+
+    Without it each push of a model pays for new pages: on a virtual machine up to as long as the bytes travel.
+    """
+    global _kept_bytes
+    _kept_bytes = sum(sorted(sizes)[-at_once:])
 
 
 def scratch(size: int) -> torch.Tensor:
@@ -49,5 +58,5 @@ def _take(size: int) -> mmap.mmap | None:
 
 
 def _give_back(memory: mmap.mmap) -> None:
-    if sum(map(len, list(_kept))) + len(memory) <= KEPT_BYTES:
+    if sum(map(len, list(_kept))) + len(memory) <= _kept_bytes:
         _kept.append(memory)

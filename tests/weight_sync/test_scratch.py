@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weight_sync import scratch as scratch_module
-from weight_sync.scratch import scratch
+from weight_sync.scratch import keep, scratch
 
 
 def resident() -> int:
@@ -50,7 +50,12 @@ def test_memory_is_used_again_when_nothing_views_it_any_more_and_not_before():
     assert scratch((1 << 20) - 5).data_ptr() == where
 
 
-def test_no_more_unused_memory_is_kept_than_allowed():
-    memories = [scratch(10 << 20) for _ in range(12)]
-    memories.clear()
-    assert sum(map(len, scratch_module._kept)) <= scratch_module.KEPT_BYTES
+def test_as_much_unused_memory_is_kept_as_the_largest_buckets_of_a_push_take_and_no_more(monkeypatch):
+    monkeypatch.setattr(scratch_module, "_kept", [])
+    monkeypatch.setattr(scratch_module, "_kept_bytes", 0)
+    keep([30 << 20, 1 << 20, 10 << 20, 10 << 20, 10 << 20], at_once=3)
+    for _ in range(2):
+        memories = [scratch(size) for size in [30 << 20] + 12 * [10 << 20]]
+        memories.clear()
+        assert sum(map(len, scratch_module._kept)) <= 50 << 20
+        assert len(scratch_module._kept) >= 3
