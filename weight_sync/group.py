@@ -21,8 +21,8 @@ from weight_sync.scratch import keep, scratch
 POLL_SECONDS = 0.0001
 """Between two looks at a broadcast: a bucket takes a few milliseconds, and the next one waits for the look."""
 HELD_BUCKETS = 4
-"""Of a receiver, at a time: one arrives, one has arrived, one is being loaded, and layers that wait for their other parts
-hold the one before."""
+"""Of a receiver, at a time: one arrives, one has arrived, one is loaded, and one more is held by layers that wait for
+their other parts."""
 ARRIVAL_SHARE = 0.8
 """Of the deadline: what members may take to arrive. So rank 0 can name those that have not before others give up."""
 

@@ -28,6 +28,9 @@ def keep(sizes: Iterable[int], at_once: int) -> None:
     """
     global _kept_bytes
     _kept_bytes = sum(sorted(sizes)[-at_once:])
+    while sum(map(len, list(_kept))) > _kept_bytes:
+        with contextlib.suppress(IndexError):  # another thread took the last
+            _kept.pop(0)
 
 
 def scratch(size: int) -> torch.Tensor:

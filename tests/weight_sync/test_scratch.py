@@ -59,3 +59,5 @@ def test_as_much_unused_memory_is_kept_as_the_largest_buckets_of_a_push_take_and
         memories.clear()
         assert sum(map(len, scratch_module._kept)) <= 50 << 20
         assert len(scratch_module._kept) >= 3
+    keep([10 << 20], at_once=3)
+    assert sum(map(len, scratch_module._kept)) <= 10 << 20
