@@ -37,6 +37,8 @@ from weight_sync.buckets import plan_buckets
 
 MODES: tuple[PushMode, ...] = ("abort", "keep", "wait")
 MEASURES = ("transfer", "push", "stall")
+TRANSFERS = 5
+"""In a turn, of which the median counts: they take tenths of a second, and one may take twice as long as the next."""
 STALL_TURNS = 3
 """After the one that does not count: they take most of the time."""
 Samples = dict[str, list[float]]
@@ -49,7 +51,8 @@ async def measure(bench: Bench, measures: list[str], repeat: int) -> Samples:
     for turn in range(repeat + 1):
         taken: dict[str, float] = {}
         if "transfer" in measures or "push" in measures:
-            taken |= {"raw": await bench.raw(), "transfer": await bench.transfer()}
+            pairs = [(await bench.raw(), await bench.transfer()) for _ in range(TRANSFERS)]
+            taken["raw"], taken["transfer"] = (statistics.median(side) for side in zip(*pairs, strict=True))
         if "push" in measures:
             taken["reload"] = await bench.reload()
             await bench.push()  # vLLM's reload leaves a tied output head stale
