@@ -6,8 +6,10 @@ Learner and engine core are two processes of one machine; what is compared is me
 
 - ``transfer``: packed buckets that are ready on the learner, against one raw broadcast of the same bytes;
 - ``push``: from the moment the gate begins to close until the first new token of the one rollout there is, against that
-  transfer plus vLLM's own reload of the same tensors from the worker's memory. ``restart`` is the part of it that has
-  nothing to do with weights: the gate is closed and opened, and the rollout goes on;
+  transfer plus vLLM's own reload of the same tensors from the worker's memory. Parts that are measured alone explain the
+  rest: ``beside``, that reload while as many bytes are packed and arrive, which is what the machine can do; ``head``,
+  what vLLM's reload leaves out, a tied output head; and ``restart``, which has nothing to do with weights: the gate is
+  closed and opened, and the rollout goes on;
 - ``stall``: the longest time without a token around a push, with 32 rollouts in flight.
 """
 
@@ -54,8 +56,12 @@ async def measure(bench: Bench, measures: list[str], repeat: int) -> Samples:
             pairs = [(await bench.raw(), await bench.transfer()) for _ in range(TRANSFERS)]
             taken["raw"], taken["transfer"] = (statistics.median(side) for side in zip(*pairs, strict=True))
         if "push" in measures:
-            taken["reload"] = await bench.reload()
-            await bench.push()  # vLLM's reload leaves a tied output head stale
+            taken |= {
+                "reload": await bench.reload(),
+                "beside": await bench.reload(beside=True),
+                "head": await bench.head(),
+            }
+            await bench.push()
             taken["restart"] = await bench.restart()
             taken |= {f"push {mode}": await bench.whole_push(mode) for mode in MODES}
         if "stall" in measures and turn <= STALL_TURNS:
@@ -79,7 +85,9 @@ def figures(samples: Samples) -> dict[str, Any]:
     if "reload" in middle:
         alone = middle["transfer"] + middle["reload"]
         found |= {f"push_ratio {mode}": middle[f"push {mode}"] / alone for mode in MODES}
-        found["push_ratio abort, without restart"] = (middle["push abort"] - middle["restart"]) / alone
+        found["push_explained_ratio"] = middle["push abort"] / sum(
+            middle[part] for part in ("beside", "head", "restart")
+        )
     if "stall abort" in middle:
         found["staged_stall_ratio"] = middle["stall staged"] / middle["stall abort"]
     return found
