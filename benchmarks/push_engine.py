@@ -6,7 +6,7 @@ Learner and engine core are two processes of one machine; what is compared is me
 
 - ``transfer``: packed buckets that are ready on the learner, against one raw broadcast of the same bytes;
 - ``push``: from the moment the gate begins to close until the first new token of the one rollout there is, against that
-  transfer plus vLLM's own reload of the same tensors from the worker's memory. Parts that are measured alone explain the
+  transfer plus vLLM's own reload of the same tensors from the worker's memory. Parts measured alone explain the
   rest: ``beside``, that reload while as many bytes are packed and arrive, which is what the machine can do; ``head``,
   what vLLM's reload leaves out, a tied output head; and ``restart``, which has nothing to do with weights: the gate is
   closed and opened, and the rollout goes on;
