@@ -11,16 +11,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.checkpoint_folder import STATE_FILE, checkpoints, step_of, torn
 from trainer.checks import ConfigError
-from trainer.compose import GROUPS, check_keys, compose_config, detect_hardware, explain, prepared, typed
+from trainer.compose import check_keys, compose_config, detect_hardware, parse, prepared, typed
 from trainer.config import Config
+from trainer.explain import GROUPS, explain
 from trainer.help import config_groups
 from trainer.watch.read_folder import read_config
 
@@ -48,7 +47,13 @@ def find_target(what: str, overrides: Sequence[str]) -> Target:
 
     Raises :class:`ConfigError` that says what the path is missing, or which override cannot be.
     """
-    path = Path(what).expanduser().absolute()
+    try:
+        return _found(what, Path(what).expanduser().absolute(), overrides)
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
+        raise ConfigError(f"`{what:.200}` cannot be looked up: {error}") from error
+
+
+def _found(what: str, path: Path, overrides: Sequence[str]) -> Target:
     if (path / STATE_FILE).is_file():
         return _checkpoint_target(path, overrides)
     if (path / "config.json").is_file():
@@ -93,14 +98,12 @@ def run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The configuration of a run, with overrides of keys. Raises :class:`ConfigError`."""
     try:
         written = read_config(run_dir / CONFIG_FILE)
-    except (OSError, YAMLError) as error:
-        raise ConfigError(f"the configuration of the run cannot be read: {error}") from error
+    except (OSError, YAMLError, ValueError) as error:
+        raise ConfigError(f"{run_dir / CONFIG_FILE} cannot be read: {explain(error)}") from error
     check_keys(overrides)
     try:
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
+        for override in map(parse, overrides):
             _apply(written, override.key_or_group, override)
-    except OverrideParseException as error:
-        raise ConfigError(explain(error)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{run_dir / CONFIG_FILE}: {explain(error)}") from error
     return typed(written)
