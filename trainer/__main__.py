@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from trainer import completion
 from trainer.checks import ConfigError
 from trainer.compose import CONFIG_MODULE, command_configs, prepared, typed
-from trainer.explain import one_line
 from trainer.leave import EXIT_CONFIG, EXIT_INTERRUPTED, leave
 from trainer.ray_session import RaySession
+from trainer.wording import one_line
 
 
 def main() -> int:

@@ -167,8 +167,8 @@ def _check_watchdog(config: Config) -> None:
     watchdog = config.watchdog
     if watchdog.warn_after > watchdog.fail_after:
         raise ConfigError(
-            f"`watchdog.warn_after={watchdog.warn_after:g}` is more than `watchdog.fail_after={watchdog.fail_after:g}`: "
-            "the run would fail before it warns"
+            f"`watchdog.warn_after={watchdog.warn_after:g}` is more than `watchdog.fail_after="
+            f"{watchdog.fail_after:g}`: the run would fail before it warns"
         )
 
 

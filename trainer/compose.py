@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.checks import ConfigError, all_keys, check
 from trainer.config import Config
-from trainer.explain import GROUPS, clipped, explain, unknown_key
+from trainer.explain import GROUPS, explain, unknown_key
 from trainer.help import config_groups
 from trainer.nearest import nearest
+from trainer.wording import clipped
 
 CONFIG_MODULE = "configs"
 

@@ -17,6 +17,7 @@ from yaml.reader import ReaderError  # type: ignore[import-untyped]
 
 from trainer.checks import UNSUPPORTED, all_keys
 from trainer.nearest import nearest
+from trainer.wording import clipped, one_line
 
 GROUPS = ("recipe", "model", "algorithm", "hardware")
 
@@ -86,16 +87,6 @@ def unknown_key(key: str) -> str:
         elsewhere = [other for other in all_keys() if other.rpartition(".")[2] == name]
         return f"{text}{nearest(key, elsewhere)}; `{section}` has {', '.join(beside)}"
     return text + nearest(key, [*all_keys(), *GROUPS])
-
-
-def one_line(text: str) -> str:
-    """``text`` as one paragraph."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
-
-
-def clipped(value: str) -> str:
-    """A value that was given, as far as a message needs it."""
-    return value if len(value) <= 80 else f"{value[:80]}..."
 
 
 def _unknown_option(option: str, available: list[str]) -> str:

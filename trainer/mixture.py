@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from trainer.config import DataConfig
 from trainer.nearest import nearest
 
+LARGEST_WEIGHT = 1e9
 KEYS = ("name", "weight", "path", "eval_path", "options")
 
 
@@ -87,9 +87,9 @@ def _item(number: int, item: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _weight(name: str, weight: Any) -> float:
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not math.isfinite(weight) or weight <= 0:
+    if not number or not 0 < weight <= LARGEST_WEIGHT:  # also false for NaN
         raise MixtureError(
-            f"`data.mixture`: the weight of {name!r} is {weight!r}; it must be a number greater than 0; leave out a "
-            "data set that is not to be trained on"
+            f"`data.mixture`: the weight of {name!r} is {weight!r:.40}; it must be a number greater than 0 and at "
+            f"most {LARGEST_WEIGHT:g}; leave out a data set that is not to be trained on"
         )
     return float(weight)

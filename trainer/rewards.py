@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,9 @@ from trainer.threads import in_daemon_thread
 from trainer.unscored import NotScoredError, Unscored, finite_number
 
 PURPOSE = "reward function"
+TEXTS = ("prompts", "completions")
+"""What every function gets beside the columns of the data."""
+LARGEST_WEIGHT = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,38 @@ def _resolve_part(item: Any) -> RewardPart:
     if unknown:
         raise DottedPathError(f"reward: unknown key {sorted(unknown)[0]!r}; there are name, function and weight")
     path, weight = item["function"], item.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise DottedPathError(f"reward: the weight of {path} is {weight!r}, not a finite number")
+    # An integer may be too large for a float, and then for `isfinite`.
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not -LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT
+    ):
+        raise DottedPathError(f"reward: the weight of {path} is {weight!r:.40}, not a number of a sensible size")
+    name = item.get("name") or path.replace(":", ".").rsplit(".", 1)[-1]
+    if not isinstance(name, str):
+        raise DottedPathError(f"reward: the name of {path} is {name!r:.40}; it must be text")
     function = resolve_dotted(path, PURPOSE)
     if not callable(function):
         raise DottedPathError(f"{PURPOSE}: {path!r} is a {type(function).__name__}, which cannot be called")
-    return RewardPart(item.get("name") or path.replace(":", ".").rsplit(".", 1)[-1], function, float(weight))
+    return RewardPart(name, function, float(weight))
+
+
+def check_arguments(parts: Sequence[RewardPart], columns: Iterable[tuple[str, ...]]) -> None:
+    """Raise :class:`DottedPathError` for a function that cannot be called with the texts and the columns of the data.
+
+    ``columns`` are the names that rows of the data have. Every call would fail, and no rollout would have a reward.
+    """
+    for names in dict.fromkeys(columns):
+        for part in parts:
+            try:
+                inspect.signature(part.function).bind(**dict.fromkeys((*TEXTS, *names)))
+            except TypeError as error:
+                raise DottedPathError(
+                    f"{PURPOSE} {part.name}: it is called with {', '.join((*TEXTS, *names))}, all by name, and cannot "
+                    f"be: {error}. A function takes the columns that it does not use as `**columns`"
+                ) from error
+            except ValueError:  # of a function in C Python does not know what it takes
+                continue
 
 
 class RewardScorer:

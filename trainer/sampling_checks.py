@@ -1,4 +1,4 @@
-"""What rollouts cannot be sampled with: by vLLM, across a resubmission, or so that the learner could learn from them."""
+"""What rollouts cannot be sampled with: by vLLM, across a resubmission, or so that the learner can learn from them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _temperatures(config: Config) -> Iterator[str]:
         if temperature and not lowest <= temperature <= highest:
             greedy = ", or 0 for greedy decoding" if section == "evaluation" else ""
             yield (
-                f"`{section}.temperature={temperature}`: engines sample at {lowest:g} to {highest:g} and at nothing else; "
-                f"use a value between them{greedy}"
+                f"`{section}.temperature={temperature}`: engines sample at {lowest:g} to {highest:g}; use a value "
+                f"between them{greedy}"
             )
 
 
