@@ -89,7 +89,7 @@ def _weight(name: str, weight: Any) -> float:
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not number or not 0 < weight <= LARGEST_WEIGHT:  # also false for NaN
         raise MixtureError(
-            f"`data.mixture`: the weight of {name!r} is {weight!r:.40}; it must be a number greater than 0 and at "
+            f"`data.mixture`: the weight of {name!r} is {shown(weight)}; it must be a number greater than 0 and at "
             f"most {LARGEST_WEIGHT:g}; leave out a data set that is not to be trained on"
         )
     return float(weight)

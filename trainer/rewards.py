@@ -19,6 +19,7 @@ from generator.rollout import Prompt, Rollout, ScoredRollout
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.threads import in_daemon_thread
 from trainer.unscored import NotScoredError, Unscored, finite_number
+from trainer.wording import shown
 
 PURPOSE = "reward function"
 TEXTS = ("prompts", "completions")
@@ -60,21 +61,20 @@ def _resolve_part(item: Any) -> RewardPart:
     if isinstance(item, str):
         item = {"function": item}
     if not isinstance(item, Mapping) or not isinstance(item.get("function"), str):
-        raise DottedPathError(f"reward: {item!r} is neither a dotted path nor a mapping with the key 'function'")
+        raise DottedPathError(f"reward: {shown(item)} is neither a dotted path nor a mapping with the key 'function'")
     unknown = set(item) - {"name", "function", "weight"}
     if unknown:
-        raise DottedPathError(f"reward: unknown key {sorted(unknown)[0]!r}; there are name, function and weight")
+        raise DottedPathError(f"reward: unknown key {min(map(str, unknown))!r}; there are name, function and weight")
     path, weight = item["function"], item.get("weight", 1.0)
-    # An integer may be too large for a float, and then for `isfinite`.
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, int | float)
-        or not -LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT
-    ):
-        raise DottedPathError(f"reward: the weight of {path} is {weight!r:.40}, not a number of a sensible size")
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not -LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT:  # also false for NaN
+        raise DottedPathError(
+            f"reward: the weight of {path} is {shown(weight)}, not a finite number between {-LARGEST_WEIGHT:g} and "
+            f"{LARGEST_WEIGHT:g}"
+        )
     name = item.get("name") or path.replace(":", ".").rsplit(".", 1)[-1]
     if not isinstance(name, str):
-        raise DottedPathError(f"reward: the name of {path} is {name!r:.40}; it must be text")
+        raise DottedPathError(f"reward: the name of {path} is {shown(name)}; it must be text")
     function = resolve_dotted(path, PURPOSE)
     if not callable(function):
         raise DottedPathError(f"{PURPOSE}: {path!r} is a {type(function).__name__}, which cannot be called")
