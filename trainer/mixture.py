@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import DataConfig
 from trainer.nearest import nearest
+from trainer.wording import shown
 
 LARGEST_WEIGHT = 1e9
 KEYS = ("name", "weight", "path", "eval_path", "options")
@@ -70,18 +71,20 @@ def interleaved(rows: Sequence[Sequence[Any]]) -> list[Any]:
 def _item(number: int, item: Any) -> tuple[str, Mapping[str, Any]]:
     where = f"`data.mixture`, data set {number}"
     if not isinstance(item, Mapping):
-        raise MixtureError(f"{where}: {item!r} is no mapping with the keys {', '.join(KEYS)}")
+        raise MixtureError(f"{where}: {shown(item)} is no mapping with the keys {', '.join(KEYS)}")
     if unknown := [str(key) for key in item if key not in KEYS]:
         raise MixtureError(f"{where}: no key `{unknown[0]}`{nearest(unknown[0], KEYS)}; there are {', '.join(KEYS)}")
     if not isinstance(item.get("options") or {}, Mapping):
-        raise MixtureError(f"{where}: `options` is {item['options']!r}, not a mapping")
+        raise MixtureError(f"{where}: `options` is {shown(item['options'])}, not a mapping")
     for key in ("path", "eval_path"):
         if not isinstance(item.get(key), str | None):
-            raise MixtureError(f"{where}: `{key}` is {item[key]!r}; it must be text, the name of a file, or left out")
+            raise MixtureError(
+                f"{where}: `{key}` is {shown(item[key])}; it must be text, the name of a file, or left out"
+            )
     path = item.get("path")
     name = item.get("name") or (Path(path).stem if path else f"set{number}")
     if not isinstance(name, str) or "/" in name:
-        raise MixtureError(f"{where}: the name {name!r} is part of names of metrics: text without a `/`")
+        raise MixtureError(f"{where}: the name {shown(name)} is part of names of metrics: text without a `/`")
     return name, item
 
 
