@@ -78,9 +78,7 @@ def _item(number: int, item: Any) -> tuple[str, Mapping[str, Any]]:
         raise MixtureError(f"{where}: `options` is {shown(item['options'])}, not a mapping")
     for key in ("path", "eval_path"):
         if not isinstance(item.get(key), str | None):
-            raise MixtureError(
-                f"{where}: `{key}` is {shown(item[key])}; it must be text, the name of a file, or left out"
-            )
+            raise MixtureError(f"{where}: `{key}` is {shown(item[key])}; it must be the name of a file, or left out")
     path = item.get("path")
     name = item.get("name") or (Path(path).stem if path else f"set{number}")
     if not isinstance(name, str) or "/" in name:

@@ -271,6 +271,16 @@ def check_tensor_parallel(config: Config, model: ResolvedModel) -> None:
     )
 
 
+def check_stop_tokens(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ConfigError` for a stop token that the model does not have: vLLM would index its logits by it."""
+    count = model.vocabulary
+    for number in config.sampling.stop_token_ids:
+        if count is not None and number >= count:
+            raise ConfigError(
+                f"`sampling.stop_token_ids` has {number}, and the ids of {model.source} end at {count - 1}"
+            )
+
+
 def check_resources(config: Config, available: Mapping[str, float]) -> None:
     """Raise :class:`ConfigError` when there are fewer GPUs, or cores, than the configuration needs.
 
