@@ -264,9 +264,7 @@ def _tokenizer_eos(folder: Path) -> int | None:
         ids = {token["content"]: token["id"] for token in _read_json(tokenizer).get("added_tokens", [])}
         return ids.get(name["content"] if isinstance(name, dict) else name)
     except (KeyError, TypeError) as error:
-        raise ModelError(
-            f"{tokenizer} or {configuration.name} beside it has tokens of another form: {error}"
-        ) from error
+        raise ModelError(f"{tokenizer} or {configuration.name} has tokens of another form: {error}") from error
 
 
 def _ids(value: Any, folder: Path) -> Iterator[int]:

@@ -6,6 +6,8 @@ latest, and is a :class:`ConfigError`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +37,19 @@ def prepare(config: Config) -> Prepared:
     """Load data, model folder, reward functions and checkpoint. No process is started, and nothing is written but
     models into their cache. Raises :class:`ConfigError` that names the file, the line, the row or the key.
     """
-    try:
+    with answered():
         inputs = load_inputs(config)
         checkpoint = find_checkpoint(config)
         if checkpoint is None:
             return Prepared(inputs, None, None, KeptGroups())
         return Prepared(inputs, checkpoint, *load_state(checkpoint, config, inputs.prompts, inputs.model.source))
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Turns what is raised for something that a person brought into a :class:`ConfigError`."""
+    try:
+        yield
     except (DataError, ModelError, DottedPathError) as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
