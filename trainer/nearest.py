@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 CUTOFF = 0.6
 """The least similarity of two words, from 0 to 1, of which one may have been meant by the other."""
+SLIP = 0.85
+"""Two words as similar as this differ in a letter or two."""
 AS_CLOSE = 0.03
 """Candidates no less similar than the best by more than this are as likely as it."""
 MOST = 4
@@ -24,15 +26,27 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 def likeliest(word: str, options: Sequence[str]) -> list[str]:
     """The options that were most probably meant by ``word``, the likeliest first."""
-    # A mistyped last part matters more than the path to it: `batch.promts` and `prompts` both mean `batch.prompts`.
-    tail = _tail(word)
+    # Two letters that changed places are likelier than another word that is as close.
     return (
         _by_similarity(word, [option for option in options if _abbreviates(word, option)])
-        # Two letters that changed places are likelier than another word that is as close.
         or [option for option in options if sorted(option) == sorted(word)][:1]
-        or _by_similarity(word, {*(option for option in options if _tail(option) == tail), *_close(word, options)})
-        or _by_similarity(word, [o for o in options if _tail(o) in _close(tail, [*map(_tail, options)])[:1]])
+        or _of_the_same_tail(word, options)
+        or _close(word, options)
+        or _by_similarity(word, _of_a_close_tail(_tail(word), options))
     )
+
+
+def _of_the_same_tail(word: str, options: Sequence[str]) -> list[str]:
+    """The options in other sections, and what is a slip away: `learner.rank` is `learner.ranks` or another's `rank`."""
+    same = [option for option in options if _tail(option) == _tail(word)]
+    slips = [option for option in _close(word, options) if _similarity(word, option) >= SLIP]
+    return _by_similarity(word, {*same, *slips}) if same else []
+
+
+def _of_a_close_tail(tail: str, options: Sequence[str]) -> list[str]:
+    """A mistyped last part matters more than the path to it: `tmeout` means any of several keys."""
+    close = _close(tail, [_tail(option) for option in options])[:1]
+    return [option for option in options if _tail(option) in close]
 
 
 def _close(word: str, options: Sequence[str]) -> list[str]:

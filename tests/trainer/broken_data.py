@@ -139,6 +139,7 @@ GRAMMAR = {"a quote": ('"', ""), "a brace": ("{}", ""), "a colon": (":", ";")}
 def mutations(seed: int) -> Iterator[Broken]:
     """Without end: the file above with one character of its grammar taken out or replaced, or cut inside of a line."""
     rng = random.Random(f"broken data {seed}")
+    seen = {TEXT}
     while True:
         number = rng.randrange(len(LINES))
         line, kind = LINES[number], rng.choice((*GRAMMAR, "a cut"))
@@ -149,7 +150,10 @@ def mutations(seed: int) -> Iterator[Broken]:
             at = rng.choice([at for at, character in enumerate(line) if character in characters])
             changed = line[:at] + instead + line[at + 1 :]
         text = "\n".join([*LINES[:number], changed, *LINES[number + 1 :]])
-        yield data(f"{kind} of line {number + 1}: {changed[-20:]}", text, f"{{folder}}/rows.jsonl:{number + 1}")
+        if text not in seen:
+            seen.add(text)
+            name = f"{kind} of line {number + 1}, {len(seen) - 1}"
+            yield data(name, text, f"{{folder}}/rows.jsonl:{number + 1}")
 
 
 DATA = (*CUT, *ENCODINGS, *FORMATS, *SHAPES, *PLACES)
