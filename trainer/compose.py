@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.checks import ConfigError, all_keys, check
@@ -169,8 +170,10 @@ def parse(override: str) -> Override:
         return OverridesParser.create().parse_overrides([override])[0]
     except RecursionError as error:
         raise ConfigError(f"`{clipped(override)}`: the value is nested too deeply") from error
-    except Exception as error:  # a number with too many digits is a ValueError, an unknown function something else
-        raise ConfigError(explain(error, [override])) from error
+    except OverrideParseException as error:
+        raise ConfigError(explain(error)) from error
+    except Exception as error:  # a number with too many digits is a ValueError
+        raise ConfigError(f"`{clipped(override)}` cannot be read as an override: {error}") from error
 
 
 def _choices(override: Override, sweeps: bool) -> tuple[str, list[str]]:

@@ -22,7 +22,8 @@ from trainer.wording import clipped, one_line
 GROUPS = ("recipe", "model", "algorithm", "hardware")
 
 NO_PACKAGE = (
-    "a recipe's file begins with the line `# @package _global_`: without it its keys would stand below `recipe`"
+    "a recipe's file begins with the line `# @package _global_`, and nothing stands before it, no byte order mark "
+    "either; without it its keys stand below `recipe`"
 )
 
 LONGEST = 600
@@ -48,7 +49,10 @@ def _explained(error: BaseException, overrides: Sequence[str], folder: str | Non
         return f"{_undecodable(folder) or _culprit(text, overrides)}the file is not UTF-8 text: {error}"
     if isinstance(error, RecursionError):
         return f"{_culprit(text, overrides)}it is nested too deeply, or includes itself"
-    return _recognised(text, overrides) or _culprit(text, overrides) + _said(text)
+    if recognised := _recognised(text, overrides):
+        return recognised
+    said = _culprit(text, overrides) + _said(text)
+    return said if said.startswith("recipe") else said + _in_file(text)
 
 
 def _recognised(text: str, overrides: Sequence[str]) -> str | None:

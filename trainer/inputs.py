@@ -16,6 +16,7 @@ from trainer.memory import check_memory
 from trainer.mixture import DataSource, data_sources, interleaved
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
 from trainer.placement import check_stop_tokens, check_tensor_parallel, device_kind, prompt_limit
+from trainer.raised import raised
 from trainer.rewards import RewardPart
 from trainer.task_calls import check_rewards, find_environment, find_rewards, load_data, make_task
 
@@ -171,7 +172,11 @@ def check_adapter_targets(config: Config, model: ResolvedModel) -> None:
     from trainer.lora import target_layers
 
     try:
-        target_layers(architecture(model.path, config.model.trust_remote_code), lora.targets)
+        built = architecture(model.path, config.model.trust_remote_code)
+    except Exception as error:  # whatever transformers, or code that came with the model, raises
+        raise ModelError(f"transformers cannot build the model in {model.path}: {raised(error)}") from error
+    try:
+        target_layers(built, lora.targets)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
