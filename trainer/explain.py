@@ -65,8 +65,8 @@ def _recognised(text: str, overrides: Sequence[str]) -> str | None:
         key = match[2] or (full_key[1] if full_key else match[1])
         return (NO_PACKAGE if key == "recipe" else unknown_key(key)) + _in_file(text)
     if match := re.search(r"Value (.+?) of type '[\w.]+' could not be converted to (\w+)", text, re.DOTALL):
-        value, kind = clipped(match[1]), {"Integer": "whole number", "Float": "number"}.get(match[2], match[2].lower())
-        return f"{_culprit(text, overrides)}the value {value} is not a {kind}{_in_file(text)}"
+        value, kind = clipped(match[1]), match[2].lower()
+        return f"{_culprit(text, overrides)}the value {value} is not a valid {kind}{_in_file(text)}"
     if match := re.search(r"is not a subclass of \w+Config.*?full_key: ([\w.]+)", text, re.DOTALL):
         one = next((key for key in all_keys() if key.startswith(f"{match[1]}.")), "its keys")
         return f"`{match[1]}` holds several keys and takes no value itself; set one of them, such as `{one}`" + (
