@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -96,8 +97,8 @@ def config_folder(flags: Sequence[str]) -> str | None:
     """The folder of ``--config-dir``, if there is one. Raises :class:`ConfigError` where it does not exist."""
     for flag, value in pairwise(flags):
         if flag in ("--config-dir", "-cd"):
-            if not Path(value).is_dir():
-                raise ConfigError(f"`--config-dir {value}`: there is no folder {Path(value).absolute()}")
+            if not os.path.isdir(value):  # also false for what cannot be looked up
+                raise ConfigError(f"`--config-dir {clipped(value)}`: there is no such folder in {Path.cwd()}")
             return value
     return None
 
