@@ -16,8 +16,6 @@ import psutil
 import pytest
 import yaml
 
-from tests.trainer.broken import chat_model
-from tests.trainer.broken_inputs import configurations, data_files
 from tests.trainer.watch import wandb_file
 from trainer.checkpoint_model import write_checkpoint_model
 from trainer.control import request
@@ -247,27 +245,6 @@ def test_an_on_policy_run_stopped_between_two_steps_and_continued_has_the_weight
                 assert row[column] == other[name][column], (step, name, column)
     exports = [(folder / "export" / "model.safetensors").read_bytes() for folder in (finished_run[0], tmp_path)]
     assert exports[0] == exports[1]
-
-
-BROKEN = ("a mistyped recipe", "a file with a tab", "a reward whose file raises", "no room for a prompt")
-
-
-@pytest.mark.parametrize("what", [*BROKEN, "a file cut in its last line"])
-def test_bad_input_ends_with_exit_code_2_and_one_readable_line(what, tmp_path):
-    """One of each stage at which it is found; all the others: ``test_broken_inputs.py``."""
-    (broken,) = [one for one in (*configurations(), *data_files()) if one.what == what]
-    (tmp_path / "model").mkdir()
-    overrides, names = broken.lay_out(tmp_path, chat_model(tmp_path / "model"))
-    done = subprocess.run(
-        command(*overrides, f"run_dir={tmp_path / 'run'}"), capture_output=True, text=True, timeout=300, cwd=ROOT,
-        env=environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("Configuration error: ")
-    assert [name for name in names if name not in line] == [], line
-    assert not (tmp_path / "run").exists()
-    assert no_process_left()
 
 
 def act_after(
