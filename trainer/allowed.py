@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.nearest import nearest
+from trainer.wording import clipped
 
 VALUES: dict[str, tuple[str, ...]] = {
     "hardware": ("auto", "cpu", "gpu", "cluster"),
@@ -176,11 +177,12 @@ def problem(key: str, value: Any) -> str | None:
     number = key in OR_A_NUMBER
     if key in VALUES and value not in VALUES[key] and not (number and type(value) is int):
         words = f"{', '.join(VALUES[key])}{', or a whole number' if number else ''}"
-        return f"`{key}={value}`: the value must be one of {words}{nearest(str(value), VALUES[key])}"
+        given = clipped(str(value))
+        return f"`{key}={given}`: the value must be one of {words}{nearest(given, VALUES[key])}"
     if value == "":
         return f"`{key}=''`: the value is empty; leave the key out, or give it a value"
     if key in FORMS and value is not None and not FORMS[key][0](value):
-        return f"`{key}={value}`: the value must be {FORMS[key][1]}"
+        return f"`{key}={clipped(str(value))}`: the value must be {FORMS[key][1]}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return _number_problem(key, value)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.checkpoint_folder import STATE_FILE, checkpoints, step_of, torn
@@ -104,7 +103,9 @@ def run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     try:
         for override in map(parse, overrides):
             _apply(written, override.key_or_group, override)
-    except OmegaConfBaseException as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of OmegaConf, and whatever a key below a value comes to
         raise ConfigError(f"{run_dir / CONFIG_FILE}: {explain(error)}") from error
     return typed(written)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from generator.rollout import Prompt
+from generator.stops import load_decode
 from generator.task import DataError, Environment, ModelError, Task, TaskContext, TaskData
 from trainer.checks import ConfigError
 from trainer.config import Config
@@ -56,9 +57,10 @@ def load_inputs(config: Config) -> Inputs:
     rewards = () if environment else find_rewards(config, task)
     model = find_model(config, config.model.path)
     check_tensor_parallel(config, model)
-    check_stop_tokens(config, model)
+    check_stops(config, model)
+    check_learnable(config, model)
     check_adapter_targets(config, model)
-    reference = find_reference(config)
+    reference = find_reference(config, model)
     tokenizer = load_tokenizer(model.path)
     longest = prompt_limit(config, model)
     prompts: list[Prompt] = []
@@ -152,15 +154,43 @@ def find_model(config: Config, path: str) -> ResolvedModel:
     )
 
 
-def find_reference(config: Config) -> ResolvedModel | None:
-    """The model of ``algorithm.kl.model``, where the penalty is asked for and is not towards the model itself."""
+def find_reference(config: Config, model: ResolvedModel) -> ResolvedModel | None:
+    """The model of ``algorithm.kl.model``, where the penalty is asked for and is not towards ``model`` itself.
+
+    Raises :class:`ModelError`, also for one that knows other tokens.
+    """
     kl = config.algorithm.kl
     if kl.coefficient == 0 or kl.model is None:
         return None
     try:
-        return find_model(config, kl.model)
+        reference = find_model(config, kl.model)
     except ModelError as error:
         raise ModelError(f"algorithm.kl.model, read as model.path is: {error}") from error
+    if reference.vocabulary and model.vocabulary and reference.vocabulary != model.vocabulary:
+        raise ModelError(
+            f"algorithm.kl.model={kl.model} knows {reference.vocabulary} tokens and the model that is trained "
+            f"{model.vocabulary}: a penalty compares what both say of the same tokens"
+        )
+    return reference
+
+
+def check_stops(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ConfigError` for a stop token or a stop string that no response of the model can hold."""
+    check_stop_tokens(config, model)
+    if config.sampling.stop:
+        try:
+            load_decode(model.path, config.sampling.stop)
+        except Exception as error:  # `tokenizers` raises plain Exception for a file that it cannot read
+            raise ConfigError(f"`sampling.stop`: {error}") from error
+
+
+def check_learnable(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ModelError` for a model that the learner would refuse when it is there, and engines are."""
+    if model.scaled_logits and config.learner.ranks:
+        raise ModelError(
+            f"{model.source} has {model.scaled_logits}: its logits are not a plain linear layer over the hidden "
+            "states, which the learner does not support"
+        )
 
 
 def check_adapter_targets(config: Config, model: ResolvedModel) -> None:

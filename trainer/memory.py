@@ -128,7 +128,7 @@ def check_gpu(config: Config, size: ModelSize, width: int, vocabulary: int, cont
             "`model.path`"
         )
     left = (1 - share) * memory if shares_gpu(config) else memory
-    if learner.bytes > left:
+    if config.learner.ranks and learner.bytes > left:
         beside = f" beside `engine.gpu_memory_utilization={share:g}`" if shares_gpu(config) else ""
         raise ConfigError(
             f"the learner does not fit: {learner}, and a GPU has {left / GIB:.1f} GiB{beside}. Shard it with "

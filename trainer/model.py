@@ -27,6 +27,9 @@ from trainer.wording import clipped, shown
 
 DeviceKind = Literal["cpu", "gpu"]
 
+SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings of models that rescale or cap the logits after the head: without them log-probabilities would silently
+differ from the engine's, so a learner refuses the model."""
 FACTORY_PREFIX = "factory:"
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -56,6 +59,8 @@ class ResolvedModel:
     """Of a layer, where the configuration says it."""
     key_value_heads: int | None = None
     """Of a layer, where the configuration says it; at most as many as attention heads."""
+    scaled_logits: str | None = None
+    """The setting that makes it a model which cannot be trained here, with its value; see ``SCALED_LOGITS``."""
 
 
 def resolve_model(
@@ -246,6 +251,9 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
         vocabulary=_number(text, "vocab_size"),
         attention_heads=_number(text, "num_attention_heads"),
         key_value_heads=_number(text, "num_key_value_heads"),
+        scaled_logits=next(
+            (f"{name}={text[name]}" for name in SCALED_LOGITS if text.get(name) not in (None, 1, 1.0)), None
+        ),
     )
 
 

@@ -63,7 +63,9 @@ def _has_other_layers(text: dict[str, Any]) -> bool:
 def _parameters(folder: Path) -> int | None:
     index = _object(folder / "model.safetensors.index.json").get("weight_map")
     named = sorted(set(map(str, index.values()))) if isinstance(index, dict) else []
-    files = [folder / name for name in named] or sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in named]
+    # Some folders hold the weights twice, for another library in `consolidated.safetensors`.
+    files = files or sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     return sum(map(_elements, files)) if files else None
 
 

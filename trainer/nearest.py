@@ -26,10 +26,11 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 def likeliest(word: str, options: Sequence[str]) -> list[str]:
     """The options that were most probably meant by ``word``, the likeliest first."""
-    # Two letters that changed places are likelier than another word that is as close.
+    letters = sorted(word)
     return (
         _by_similarity(word, [option for option in options if _abbreviates(word, option)])
-        or [option for option in options if sorted(option) == sorted(word)][:1]
+        # Two letters that changed places are likelier than another word that is as close.
+        or [option for option in options if sorted(option) == letters][:1]
         or _of_the_same_tail(word, options)
         or _close(word, options)
         or _by_similarity(word, _of_a_close_tail(_tail(word), options))
