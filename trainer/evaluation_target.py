@@ -5,6 +5,7 @@ Of a run, its own configuration says how to evaluate: nothing of it has to be re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -46,18 +47,12 @@ def find_target(what: str, overrides: Sequence[str]) -> Target:
 
     Raises :class:`ConfigError` that says what the path is missing, or which override cannot be.
     """
-    try:
-        return _found(what, Path(what).expanduser().absolute(), overrides)
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
-        raise ConfigError(f"`{what:.200}` cannot be looked up: {error}") from error
-
-
-def _found(what: str, path: Path, overrides: Sequence[str]) -> Target:
-    if (path / STATE_FILE).is_file():
+    path = Path(os.path.expanduser(what)).absolute()
+    if os.path.isfile(path / STATE_FILE):  # also false for a name that is too long to be looked up
         return _checkpoint_target(path, overrides)
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         return _model_target(what, path, overrides)
-    if (path / CONFIG_FILE).is_file():
+    if os.path.isfile(path / CONFIG_FILE):
         whole = [checkpoint for checkpoint in checkpoints(path) if torn(checkpoint) is None]
         if not whole:
             raise ConfigError(f"the run in {path} has no whole checkpoint to evaluate")
@@ -80,7 +75,7 @@ def _checkpoint_target(checkpoint: Path, overrides: Sequence[str]) -> Target:
 def _model_target(what: str, path: Path, overrides: Sequence[str]) -> Target:
     """A model: under the recipe of the command line; the export of a run under that run's configuration."""
     asked = any(override.startswith("recipe=") for override in overrides)
-    if not asked and (path.parent / CONFIG_FILE).is_file() and path.is_dir():
+    if not asked and os.path.isfile(path.parent / CONFIG_FILE) and os.path.isdir(path):
         config = run_config(path.parent, overrides)
         config.model.path = str(path)
         return Target(config, f"model {path}", run_dir=path.parent)
