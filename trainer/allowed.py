@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.nearest import nearest
-from trainer.wording import clipped
+from trainer.wording import clipped, shown
 
 VALUES: dict[str, tuple[str, ...]] = {
     "hardware": ("auto", "cpu", "gpu", "cluster"),
@@ -177,12 +177,13 @@ def problem(key: str, value: Any) -> str | None:
     number = key in OR_A_NUMBER
     if key in VALUES and value not in VALUES[key] and not (number and type(value) is int):
         words = f"{', '.join(VALUES[key])}{', or a whole number' if number else ''}"
-        given = clipped(str(value))
+        given = clipped(value) if isinstance(value, str) else shown(value)
         return f"`{key}={given}`: the value must be one of {words}{nearest(given, VALUES[key])}"
     if value == "":
         return f"`{key}=''`: the value is empty; leave the key out, or give it a value"
     if key in FORMS and value is not None and not FORMS[key][0](value):
-        return f"`{key}={clipped(str(value))}`: the value must be {FORMS[key][1]}"
+        given = clipped(value) if isinstance(value, str) else shown(value)
+        return f"`{key}={given}`: the value must be {FORMS[key][1]}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return _number_problem(key, value)
