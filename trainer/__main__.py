@@ -14,9 +14,10 @@ from omegaconf import DictConfig
 
 from trainer import completion
 from trainer.checks import ConfigError
-from trainer.compose import CONFIG_MODULE, check_flags, check_keys, compose_config, jobs, prepared, split, typed
+from trainer.compose import CONFIG_MODULE, command_configs, prepared, typed
 from trainer.leave import EXIT_CONFIG, EXIT_INTERRUPTED, leave
 from trainer.ray_session import RaySession
+from trainer.wording import one_line
 
 
 def main() -> int:
@@ -52,15 +53,10 @@ def main() -> int:
         if exit_codes[-1] == EXIT_INTERRUPTED:
             sys.exit(EXIT_INTERRUPTED)  # ends a --multirun too
 
-    overrides, flags = split(sys.argv[1:])
     try:
         # Before Hydra: its own errors are neither readable nor told apart by the exit code.
         if not completing:
-            check_flags(flags)
-            check_keys(overrides)
-            if not set(flags) & {"--hydra-help", "--version", "--config-dir", "-cd"}:
-                for job_overrides in jobs(overrides):
-                    compose_config(job_overrides)
+            command_configs(sys.argv[1:])
     except ConfigError as error:
         return _complain(error)
     try:
@@ -71,7 +67,7 @@ def main() -> int:
 
 
 def _complain(error: Exception) -> int:
-    sys.stderr.write(f"Configuration error: {error}\n")
+    sys.stderr.write(f"Configuration error: {one_line(str(error))}\n")
     return EXIT_CONFIG
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from generator.adapter import RANKS
-from trainer import allowed
+from trainer import allowed, sampling_checks
 from trainer.algorithm import combinations
 from trainer.config import CheckpointConfig, Config
 from trainer.mixture import MixtureError, data_sources
@@ -48,8 +48,8 @@ def check(config: Config) -> None:
     for key, value in leaves(config):
         if found := allowed.problem(key, value):
             raise ConfigError(found)
-    _check_sampling(config)
-    _check_resumable(config)
+    if found := sampling_checks.problem(config):
+        raise ConfigError(found)
     if found := combinations.problem(config.algorithm, config.sampling, config.learner):
         raise ConfigError(found)
     _check_parallelism(config)
@@ -57,6 +57,7 @@ def check(config: Config) -> None:
     _check_evaluation(config)
     _check_conditions(config)
     _check_best(config)
+    _check_watchdog(config)
     try:
         data_sources(config.data)
     except MixtureError as error:
@@ -123,58 +124,6 @@ def _check_streaming(config: Config) -> None:
         )
 
 
-def _check_sampling(config: Config) -> None:
-    sampling = config.sampling
-    if sampling.min_tokens > sampling.max_tokens:
-        raise ConfigError(
-            f"`sampling.min_tokens={sampling.min_tokens}` is more than `sampling.max_tokens={sampling.max_tokens}`"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise ConfigError(f"`sampling.top_p={sampling.top_p}`: the value must be greater than 0 and at most 1")
-    if sampling.temperature == 0:
-        raise ConfigError(
-            "`sampling.temperature=0`: greedy decoding makes every rollout of a group the same, so no advantage can be "
-            "computed; use a temperature such as 1.0"
-        )
-    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
-        # L5: the engine renormalises over the kept tokens, the learner's softmax runs over all of them.
-        raise ConfigError(
-            "`sampling.top_p`, `sampling.top_k` and `sampling.min_p` make the engine's log-probabilities incomparable "
-            "with the learner's; leave them at 1.0, 0 and 0.0 for training"
-        )
-    if config.engine.max_model_len and config.engine.max_model_len <= sampling.max_tokens:
-        raise ConfigError(
-            f"`engine.max_model_len={config.engine.max_model_len}` leaves no room for a prompt beside "
-            f"`sampling.max_tokens={sampling.max_tokens}`"
-        )
-
-
-def _check_resumable(config: Config) -> None:
-    """What a resubmission cannot continue, and what samples from a distribution that the learner does not compute."""
-    sampling, algorithm = config.sampling, config.algorithm
-    if any(not string or "\N{REPLACEMENT CHARACTER}" in string for string in sampling.stop):
-        raise ConfigError(f"`sampling.stop={sampling.stop}`: a stop string holds at least one character, and no U+FFFD")
-    output_only = {"presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty}
-    for name, penalty in output_only.items():
-        if not -2 <= penalty <= 2:
-            raise ConfigError(f"`sampling.{name}={penalty}`: the value must lie between -2 and 2")
-        if penalty and config.weight_sync.mode == "abort":
-            raise ConfigError(
-                f"`sampling.{name}={penalty}` counts the tokens of a request, and `weight_sync.mode=abort` continues a "
-                "rollout in a new request, which would start to count again; use `weight_sync.mode=keep` or `wait`, or "
-                "`sampling.repetition_penalty`, which works in every mode"
-            )
-    penalties = {"repetition_penalty": sampling.repetition_penalty - 1, **output_only}
-    penalised = [f"`sampling.{name}`" for name, penalty in penalties.items() if penalty]
-    if penalised and not combinations.corrected(algorithm):
-        # Unlike top-p, a penalty leaves every token a probability above 0, so an importance ratio is defined.
-        raise ConfigError(
-            f"{', '.join(penalised)}: penalties make the engine's log-probabilities incomparable with the learner's, "
-            "which does not apply them; only an importance ratio against the engine makes up for that, so use "
-            "`algorithm.correction.weight=token`, or leave the penalties off"
-        )
-
-
 def _check_parallelism(config: Config) -> None:
     rollouts = config.batch.prompts * config.sampling.group_size
     if rollouts < config.learner.ranks:
@@ -200,8 +149,27 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(
             "`learner.offload=true` with `hardware=cpu` saves nothing: the learner is in CPU memory anyway"
         )
+    _check_cores(config)
     _check_backend(config)
     _check_lora(config)
+
+
+def _check_cores(config: Config) -> None:
+    bound, workers = config.engine.cpu_threads_bind, config.engine.tensor_parallel
+    if bound != "auto" and workers > 1 and bound.count("|") + 1 != workers:
+        raise ConfigError(
+            f"`engine.cpu_threads_bind={bound}` names the cores of {bound.count('|') + 1} workers, and "
+            f"`engine.tensor_parallel={workers}` makes {workers}; separate them by |, or leave it at auto"
+        )
+
+
+def _check_watchdog(config: Config) -> None:
+    watchdog = config.watchdog
+    if watchdog.warn_after > watchdog.fail_after:
+        raise ConfigError(
+            f"`watchdog.warn_after={watchdog.warn_after:g}` is more than `watchdog.fail_after="
+            f"{watchdog.fail_after:g}`: the run would fail before it warns"
+        )
 
 
 def _check_lora(config: Config) -> None:

@@ -1,31 +1,32 @@
-"""From command-line overrides to a checked configuration, with errors that help.
-
-Hydra's own messages name the key and nothing else (O7). Here each becomes one paragraph with the nearest valid key or
-value.
-"""
+"""From the command line to checked configurations, with errors that help: see :mod:`trainer.explain`."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from trainer.checks import UNSUPPORTED, ConfigError, all_keys, check
+from trainer.checks import ConfigError, all_keys, check
 from trainer.config import Config
+from trainer.explain import GROUPS, explain, unknown_key
 from trainer.help import config_groups
 from trainer.nearest import nearest
+from trainer.wording import clipped
 
 CONFIG_MODULE = "configs"
-GROUPS = ("recipe", "model", "algorithm", "hardware")
 
 GROUP_VALUE = re.compile(r"[A-Za-z_][\w./-]*(,[A-Za-z_][\w./-]*)*")
 """The name of an option of a group, or several in a sweep."""
@@ -49,9 +50,33 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     return [*overrides, *flags]
 
 
+MOST_JOBS = 10_000
+"""Of a sweep. What asks for more is a slip, and would be listed for minutes before the first one starts."""
+MOST_CHECKED = 50
+"""Jobs of a sweep that are composed before the first one starts, which takes a moment each; all are checked again."""
+
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd", "--shell-completion", "-sc"}
 """Flags of Hydra that are followed by a value; the configuration itself, ``--config-name``, is not to be changed."""
 FLAGS = VALUE_FLAGS | {"--resolve", "--multirun", "-m", "--run", "-r", "--hydra-help", "--version"}
+
+
+PURPOSES = {"--cfg": "--cfg", "-c": "--cfg", "--info": "--info", "-i": "--info", "--multirun": "--multirun",
+            "-m": "--multirun", "--run": "--run", "-r": "--run"}  # fmt: skip
+"""The flags that say what is to be done, of which there can be one."""
+
+
+def command_configs(arguments: Sequence[str]) -> list[Config]:
+    """The configurations that a command line, as :func:`prepared` returns it, asks for: of its one run, or of the first
+    jobs of its sweep. Raises :class:`ConfigError` for whatever is wrong with it.
+    """
+    overrides, flags = split(arguments)
+    check_flags(flags)
+    check_keys(overrides)
+    if {"--hydra-help", "--version"} & set(flags):
+        return []
+    sweeps = bool({"--multirun", "-m"} & set(flags)) or "hydra.mode=MULTIRUN" in (one.lstrip("+") for one in overrides)
+    folder = config_folder(flags)
+    return [compose_config(job, folder) for job in islice(jobs(overrides, sweeps), MOST_CHECKED)]
 
 
 def check_flags(flags: Sequence[str]) -> None:
@@ -61,12 +86,29 @@ def check_flags(flags: Sequence[str]) -> None:
             if word.startswith("-"):
                 raise ConfigError(f"there is no flag `{word}`{nearest(word, [*FLAGS, '--help'])}")
             raise ConfigError(f"`{word}` is no override: write `{word}=VALUE`")
+    purposes = sorted({PURPOSES[word] for word in flags if word in PURPOSES})
+    if len(purposes) > 1:
+        raise ConfigError(f"{' and '.join(f'`{flag}`' for flag in purposes)} do not go together; take one of them")
+    if "--resolve" in flags and "--cfg" not in purposes:
+        raise ConfigError("`--resolve` goes with `--cfg job`, which prints the configuration")
+
+
+def config_folder(flags: Sequence[str]) -> str | None:
+    """The folder of ``--config-dir``, if there is one. Raises :class:`ConfigError` where it does not exist."""
+    for flag, value in pairwise(flags):
+        if flag in ("--config-dir", "-cd"):
+            if not os.path.isdir(value):  # also false for what cannot be looked up
+                raise ConfigError(f"`--config-dir {clipped(value)}`: there is no such folder in {Path.cwd()}")
+            return value
+    return None
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides, and everything else: flags of Hydra and their values."""
     overrides = [word for word in arguments if word.startswith("~") or ("=" in word and not word.startswith("-"))]
-    return overrides, [word for word in arguments if word not in overrides]
+    flags = [word for word in arguments if word not in overrides]
+    # `--config-dir=DIR` is `--config-dir DIR`.
+    return overrides, [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def detect_hardware() -> str:
@@ -80,36 +122,80 @@ def detect_hardware() -> str:
     return "gpu" if "GPU" in listing.stdout else "cpu"
 
 
-def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose and check. Raises :class:`ConfigError` with a message for people."""
+def compose_config(overrides: Sequence[str], folder: str | None = None) -> Config:
+    """Compose and check. ``folder`` has groups beside those of ``configs/``, as ``--config-dir`` gives one.
+
+    Raises :class:`ConfigError` with a message for people.
+    """
     check_keys(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            composed = compose("config", overrides=list(overrides))
-            return typed(composed)
+            if folder is not None:
+                _search_in(folder)
+            config = _object(compose("config", overrides=list(overrides)))
     except ConfigError:
         raise
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(explain(error)) from error
+    except Exception as error:  # Hydra, OmegaConf and the YAML parser raise errors of a dozen kinds
+        raise ConfigError(explain(error, overrides, folder)) from error
     finally:
         GlobalHydra.instance().clear()
+    check(config)
+    return config
 
 
-def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of jobs in which every value of every sweep occurs; of the one job where nothing is swept."""
+def _search_in(folder: str) -> None:
+    """Let Hydra search a folder where it would search that of ``--config-dir``."""
+    loader = GlobalHydra.instance().config_loader()
+    path = loader.get_search_path()
+    path.prepend(provider="command-line", path=f"file://{Path(folder).absolute()}", anchor=SearchPathQuery("schema"))
+    loader.repository.initialize_sources(path)  # type: ignore[attr-defined]  # of its only implementation
+
+
+def jobs(overrides: Sequence[str], sweeps: bool = True) -> Iterator[list[str]]:
+    """The overrides of jobs in which every value of every sweep occurs; of the one job where nothing is swept.
+
+    Raises :class:`ConfigError` for what cannot be read, and for several values where there is no sweep.
+    """
+    choices = [_choices(override, sweeps) for override in map(parse, overrides)]
+    for job in range(max((len(values) for _, values in choices if values), default=1)):
+        yield [
+            text if not values else f"{key}={values[job % len(values)]}"
+            for text, (key, values) in zip(overrides, choices, strict=True)
+        ]
+
+
+def parse(override: str) -> Override:
+    """One override, read. Raises :class:`ConfigError`."""
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        return OverridesParser.create().parse_overrides([override])[0]
+    except RecursionError as error:
+        raise ConfigError(f"`{clipped(override)}`: the value is nested too deeply") from error
     except OverrideParseException as error:
         raise ConfigError(explain(error)) from error
-    choices = [
-        list(override.sweep_string_iterator()) if override.is_sweep_override() else [None] for override in parsed
-    ]
-    for job in range(max(map(len, choices), default=1)):
-        yield [
-            text if values[0] is None else f"{override.get_key_element()}={values[job % len(values)]}"
-            for text, override, values in zip(overrides, parsed, choices, strict=True)
-        ]
+    except Exception as error:  # a number with too many digits is a ValueError
+        raise ConfigError(f"`{clipped(override)}` cannot be read as an override: {error}") from error
+
+
+def _choices(override: Override, sweeps: bool) -> tuple[str, list[str]]:
+    """The key, and the values that it is to have one after another; none where it has a single one."""
+    key, text = override.get_key_element(), f"`{clipped(override.input_line or '')}`"
+    if not override.is_sweep_override():
+        return key, []
+    if not sweeps:
+        raise ConfigError(
+            f"{text} names several values: add `--multirun` for a run with each, or write a list as `{key}=[...]`, or "
+            "quote a text that holds a comma"
+        )
+    if override.is_hydra_override():
+        raise ConfigError(f"{text}: settings of Hydra cannot be swept")
+    try:
+        values = list(islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+    except Exception as error:
+        raise ConfigError(f"{text}: the values of the sweep cannot be listed: {error}") from error
+    if not 0 < len(values) <= MOST_JOBS:
+        raise ConfigError(f"{text}: a sweep has at least one value, and at most {MOST_JOBS:,}")
+    return key, values
 
 
 def check_keys(overrides: Sequence[str]) -> None:
@@ -127,57 +213,25 @@ def check_keys(overrides: Sequence[str]) -> None:
         if key in GROUPS and "=" in override and (value == "null" or not GROUP_VALUE.fullmatch(value)):
             raise ConfigError(f"`{override}`: the value must be one of {', '.join(config_groups()[key])}")
         if key not in known and not key.startswith(("hydra.", "hydra/", "data.options.")):
-            raise ConfigError(_unknown_key(key))
+            raise ConfigError(unknown_key(key))
 
 
 def typed(composed: DictConfig) -> Config:
     """A composed Hydra configuration as the checked dataclass tree. Raises :class:`ConfigError`."""
     try:
-        missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise ConfigError(f"`{missing[0]}` has no value: the recipe or the command line must set it")
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
-    except OmegaConfBaseException as error:
+        config = _object(composed)
+    except ConfigError:
+        raise
+    except Exception as error:  # an interpolation may raise anything
         raise ConfigError(explain(error)) from error
-    assert isinstance(config, Config)
     check(config)
     return config
 
 
-def explain(error: Exception) -> str:
-    """One paragraph for people from an error of Hydra or OmegaConf."""
-    if isinstance(error, OverrideParseException):
-        return f"`{error.override}` cannot be read as an override: {' '.join(str(error).split())}"
-    text = "\n".join(str(part) for part in (error, error.__cause__) if part is not None)
-    full_key = re.search(r"full_key: ([\w.]+)", text)
-    where = f"`{full_key[1]}`: " if full_key else ""
-    if match := re.search(r"Could not find '([\w/]+)'(?:.*?Available options in '[\w/]+':\s*(.*))?", text, re.DOTALL):
-        return _unknown_option(match[1], (match[2] or "").partition("Config search path")[0].split())
-    if match := re.search(r"(?:Key '([^']+)' (?:is )?not in (?:struct|'\w+')|Could not override '([^']+)')", text):
-        key = match[2] or (full_key[1] if full_key else match[1])
-        return _unknown_key(key)
-    if match := re.search(r"Value (.+?) of type '\w+' could not be converted to (\w+)", text, re.DOTALL):
-        return f"{where}the value {match[1]} is not a valid {match[2].lower()}"
-    if match := re.search(r"is not a subclass of \w+Config.*?full_key: ([\w.]+)", text, re.DOTALL):
-        one = next(key for key in all_keys() if key.startswith(f"{match[1]}."))
-        return f"`{match[1]}` holds several keys and takes no value itself; set one of them, such as `{one}`"
-    if match := re.search(r"field '[^']+' is not Optional\s+full_key: ([\w.]+)", text):
-        return f"`{match[1]}=null`: the key needs a value"
-    if match := re.search(r"You must specify '(\w+)'.*?(?:Available options:\s*(.*))?$", text, re.DOTALL):
-        options = ", ".join((match[2] or "").split())
-        return f"no {match[1]} was chosen: add `{match[1]}=NAME`" + (f", one of {options}" if options else "")
-    # What OmegaConf says in its first line, without its own types and the override that it was merging.
-    said = [line.strip() for line in text.splitlines() if not re.match(r"\s*(Error merging|\w+: |$)", line)]
-    return where + (said[0] if said else " ".join(text.split()))
-
-
-def _unknown_key(key: str) -> str:
-    if key in UNSUPPORTED:
-        return f"`{key}` is not supported: {UNSUPPORTED[key]}"
-    return f"`{key}` is not a key of the configuration{nearest(key, [*all_keys(), *GROUPS])}"
-
-
-def _unknown_option(option: str, available: list[str]) -> str:
-    group, _, name = option.rpartition("/")
-    hint = nearest(name, available)
-    return f"`{group}={name}`: there is no such {group}; there is {', '.join(available)}{hint}"
+def _object(composed: DictConfig) -> Config:
+    whole = OmegaConf.merge(OmegaConf.structured(Config), composed)
+    if missing := sorted(OmegaConf.missing_keys(whole)):
+        raise ConfigError(f"`{missing[0]}` has no value: the recipe or the command line must set it")
+    config = OmegaConf.to_object(whole)
+    assert isinstance(config, Config)
+    return config

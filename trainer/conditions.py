@@ -78,7 +78,7 @@ class Condition:
         self.text = " ".join(text.split())
         try:
             body = ast.parse(self.text, mode="eval").body
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
             raise ConditionError(f"`{self.text}` cannot be read: {getattr(error, 'msg', error)}") from None
         if not isinstance(body, ast.Compare):
             raise self._error('it compares nothing: write it as in `last10("reward/mean") > 0.6`')

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from generator.rollout import Prompt
 from generator.task import DataError, Messages, ModelError
 from trainer.order import PromptOrder
+from trainer.task_calls import prompt_of
 
 RESERVED_COLUMNS = ("prompts", "completions")
 """Names under which reward functions get the texts; a data set column cannot have them."""
@@ -36,14 +37,15 @@ def build_prompts(
 
     A chat is rendered with the model's chat template, which brings its own special tokens; plain text gets the
     tokenizer's. Raises :class:`DataError` for an empty data set, for the first row whose prompt has more than
-    ``max_tokens`` tokens, for an empty prompt, and for a column that would hide the texts from reward functions.
+    ``max_tokens`` tokens, for an empty prompt, for what is no prompt, and for a column that would hide the texts from
+    reward functions.
     """
     if len(rows) == 0:
         raise DataError("the data set has no rows")
     texts: list[str] = []
     chats: list[bool] = []
-    for row in rows:
-        prompt = render(row)
+    for number, row in enumerate(rows, start=1):
+        prompt = prompt_of(render, row, number)
         chats.append(not isinstance(prompt, str))
         if isinstance(prompt, str):
             texts.append(prompt)

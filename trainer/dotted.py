@@ -9,6 +9,8 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
+from trainer.raised import raised
+
 
 class DottedPathError(ValueError):
     """A dotted path that names nothing. Says how far it could be followed and what is nearest. Exit code 2."""
@@ -26,10 +28,14 @@ def resolve_dotted(path: str, purpose: str) -> Any:
     module, rest = _import_longest(parts, path, purpose)
     found: Any = module
     for index, name in enumerate(rest):
-        if not hasattr(found, name):
-            where = ".".join([module.__name__, *rest[:index]])
-            raise DottedPathError(f"{purpose}: {path!r}: {where} has no {name!r}{_nearest(name, _names(found))}")
-        found = getattr(found, name)
+        where = ".".join([module.__name__, *rest[:index]])
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            hint = _nearest(name, _names(found))
+            raise DottedPathError(f"{purpose}: {path!r}: {where} has no {name!r}{hint}") from None
+        except Exception as error:  # a package may import its parts when they are asked for
+            raise DottedPathError(f"{purpose}: {path!r}: {where}.{name} cannot be had: {raised(error)}") from error
     if found is module:
         raise DottedPathError(f"{purpose}: {path!r} is a module; name the object inside it{_choice(_public(module))}")
     return found
@@ -46,17 +52,15 @@ def _import_longest(parts: list[str], path: str, purpose: str) -> tuple[ModuleTy
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name:  # the module exists, something that it imports does not
-                raise DottedPathError(f"{purpose}: {path!r}: importing {name} failed: {error}") from error
+                raise DottedPathError(f"{purpose}: {path!r}: importing {name} failed: {raised(error)}") from error
             top = [found.name for found in pkgutil.iter_modules()]
             hint = _nearest(name, top)
             raise DottedPathError(
                 f"{purpose}: {path!r}: there is no package or module {name!r}{hint}; it must be importable from the "
                 "folder the command is run in, or installed"
             ) from error
-        except Exception as error:
-            raise DottedPathError(
-                f"{purpose}: {path!r}: importing {name} failed: {type(error).__name__}: {error}"
-            ) from error
+        except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end itself
+            raise DottedPathError(f"{purpose}: {path!r}: importing {name} failed: {raised(error)}") from error
     assert module is not None
     return module, []
 

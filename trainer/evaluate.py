@@ -33,6 +33,7 @@ from trainer.leave import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED,
 from trainer.ray_session import RaySession
 from trainer.signals import interrupts
 from trainer.temporary_folder import temporary_folder
+from trainer.wording import one_line
 
 if TYPE_CHECKING:
     from trainer.inputs import Inputs
@@ -69,7 +70,7 @@ def main() -> int:
         target = find_target(arguments.what, arguments.overrides)
         return evaluate(evaluating(target), arguments.output)
     except (ConfigError, DataError, ModelError, DottedPathError) as error:
-        sys.stderr.write(f"Configuration error: {error}\n")
+        sys.stderr.write(f"Configuration error: {one_line(str(error))}\n")
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -98,8 +99,10 @@ def evaluate(target: Target, output: Path | None) -> int:
     with RaySession(target.config) as ray_session, model_folder(target) as config:
         from trainer.inputs import load_inputs  # takes seconds: while Ray starts
         from trainer.placement import check_resources
+        from trainer.prepare import answered
 
-        inputs = load_inputs(config)
+        with answered():
+            inputs = load_inputs(config)
         say("evaluating", target.name)
         if target.checkpoint is None:
             say("model", f"{inputs.model.source}  ({inputs.model.reason})")

@@ -5,22 +5,21 @@ Of a run, its own configuration says how to evaluate: nothing of it has to be re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainer.checkpoint_folder import STATE_FILE, checkpoints, step_of, torn
 from trainer.checks import ConfigError
-from trainer.compose import GROUPS, check_keys, compose_config, detect_hardware, explain, prepared, typed
+from trainer.compose import check_keys, compose_config, detect_hardware, parse, prepared, typed
 from trainer.config import Config
+from trainer.explain import GROUPS, explain
 from trainer.help import config_groups
 from trainer.watch.read_folder import read_config
 
@@ -48,12 +47,12 @@ def find_target(what: str, overrides: Sequence[str]) -> Target:
 
     Raises :class:`ConfigError` that says what the path is missing, or which override cannot be.
     """
-    path = Path(what).expanduser().absolute()
-    if (path / STATE_FILE).is_file():
+    path = Path(os.path.expanduser(what)).absolute()
+    if os.path.isfile(path / STATE_FILE):  # also false for a name that is too long to be looked up
         return _checkpoint_target(path, overrides)
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         return _model_target(what, path, overrides)
-    if (path / CONFIG_FILE).is_file():
+    if os.path.isfile(path / CONFIG_FILE):
         whole = [checkpoint for checkpoint in checkpoints(path) if torn(checkpoint) is None]
         if not whole:
             raise ConfigError(f"the run in {path} has no whole checkpoint to evaluate")
@@ -76,7 +75,7 @@ def _checkpoint_target(checkpoint: Path, overrides: Sequence[str]) -> Target:
 def _model_target(what: str, path: Path, overrides: Sequence[str]) -> Target:
     """A model: under the recipe of the command line; the export of a run under that run's configuration."""
     asked = any(override.startswith("recipe=") for override in overrides)
-    if not asked and (path.parent / CONFIG_FILE).is_file() and path.is_dir():
+    if not asked and os.path.isfile(path.parent / CONFIG_FILE) and os.path.isdir(path):
         config = run_config(path.parent, overrides)
         config.model.path = str(path)
         return Target(config, f"model {path}", run_dir=path.parent)
@@ -93,15 +92,15 @@ def run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The configuration of a run, with overrides of keys. Raises :class:`ConfigError`."""
     try:
         written = read_config(run_dir / CONFIG_FILE)
-    except (OSError, YAMLError) as error:
-        raise ConfigError(f"the configuration of the run cannot be read: {error}") from error
+    except (OSError, YAMLError, ValueError) as error:
+        raise ConfigError(f"{run_dir / CONFIG_FILE} cannot be read: {explain(error)}") from error
     check_keys(overrides)
     try:
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
+        for override in map(parse, overrides):
             _apply(written, override.key_or_group, override)
-    except OverrideParseException as error:
-        raise ConfigError(explain(error)) from error
-    except OmegaConfBaseException as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of OmegaConf, and whatever a key below a value comes to
         raise ConfigError(f"{run_dir / CONFIG_FILE}: {explain(error)}") from error
     return typed(written)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from generator.rollout import Prompt
-from generator.task import DataError, Environment, Task, TaskContext, TaskData
+from generator.stops import load_decode
+from generator.task import DataError, Environment, ModelError, Task, TaskContext, TaskData
 from trainer.checks import ConfigError
 from trainer.config import Config
 from trainer.data import PromptStream, build_prompts
-from trainer.dotted import DottedPathError, resolve_dotted
+from trainer.memory import check_memory
 from trainer.mixture import DataSource, data_sources, interleaved
 from trainer.model import ResolvedModel, hub_reachable, load_tokenizer, resolve_model
-from trainer.placement import check_tensor_parallel, device_kind, prompt_limit
-from trainer.rewards import RewardPart, resolve_rewards
+from trainer.placement import check_stop_tokens, check_tensor_parallel, device_kind, prompt_limit
+from trainer.raised import raised
+from trainer.rewards import RewardPart
+from trainer.task_calls import check_rewards, find_environment, find_rewards, load_data, make_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,13 @@ def load_inputs(config: Config) -> Inputs:
             f"`reward={config.reward}`: the task {config.task} is an environment and scores its episodes itself; leave "
             "`reward` unset"
         )
-    rewards = () if environment else resolve_rewards(config.reward, task.rewards())
+    rewards = () if environment else find_rewards(config, task)
     model = find_model(config, config.model.path)
     check_tensor_parallel(config, model)
+    check_stops(config, model)
+    check_learnable(config, model)
     check_adapter_targets(config, model)
-    kl = config.algorithm.kl
-    reference = find_model(config, kl.model) if kl.coefficient > 0 and kl.model else None
+    reference = find_reference(config, model)
     tokenizer = load_tokenizer(model.path)
     longest = prompt_limit(config, model)
     prompts: list[Prompt] = []
@@ -66,7 +69,10 @@ def load_inputs(config: Config) -> Inputs:
     shares = {source.of.name: source.of.share for source in loaded} if config.data.mixture else None
     stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle, shares=shares)
     held_out = _held_out(config, loaded, tokenizer, longest)
-    return Inputs(_described(loaded), model, tokenizer, stream, held_out, rewards, environment, reference)
+    check_rewards(rewards, [*prompts, *held_out])
+    inputs = Inputs(_described(loaded), model, tokenizer, stream, held_out, rewards, environment, reference)
+    check_memory(config, model, inputs.longest_prompt)
+    return inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ def _load_sources(config: Config) -> list[_LoadedSource]:
         task = make_task(config)
         context = TaskContext(source.path, source.options, hub_reachable, config.seed, source.eval_path)
         with _named(source):
-            loaded.append(_LoadedSource(source, task, task.load(context)))
+            loaded.append(_LoadedSource(source, task, load_data(task, context)))
     return loaded
 
 
@@ -148,6 +154,45 @@ def find_model(config: Config, path: str) -> ResolvedModel:
     )
 
 
+def find_reference(config: Config, model: ResolvedModel) -> ResolvedModel | None:
+    """The model of ``algorithm.kl.model``, where the penalty is asked for and is not towards ``model`` itself.
+
+    Raises :class:`ModelError`, also for one that knows other tokens.
+    """
+    kl = config.algorithm.kl
+    if kl.coefficient == 0 or kl.model is None:
+        return None
+    try:
+        reference = find_model(config, kl.model)
+    except ModelError as error:
+        raise ModelError(f"algorithm.kl.model, read as model.path is: {error}") from error
+    if reference.vocabulary and model.vocabulary and reference.vocabulary != model.vocabulary:
+        raise ModelError(
+            f"algorithm.kl.model={kl.model} knows {reference.vocabulary} tokens and the model that is trained "
+            f"{model.vocabulary}: a penalty compares what both say of the same tokens"
+        )
+    return reference
+
+
+def check_stops(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ConfigError` for a stop token or a stop string that no response of the model can hold."""
+    check_stop_tokens(config, model)
+    if config.sampling.stop:
+        try:
+            load_decode(model.path, config.sampling.stop)
+        except Exception as error:  # `tokenizers` raises plain Exception for a file that it cannot read
+            raise ConfigError(f"`sampling.stop`: {error}") from error
+
+
+def check_learnable(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ModelError` for a model that the learner would refuse when it is there, and engines are."""
+    if model.scaled_logits and config.learner.ranks:
+        raise ModelError(
+            f"{model.source} has {model.scaled_logits}: its logits are not a plain linear layer over the hidden "
+            "states, which the learner does not support"
+        )
+
+
 def check_adapter_targets(config: Config, model: ResolvedModel) -> None:
     """Raise :class:`ConfigError` where ``learner.lora.targets`` names what is no layer of the model."""
     lora = config.learner.lora
@@ -157,7 +202,11 @@ def check_adapter_targets(config: Config, model: ResolvedModel) -> None:
     from trainer.lora import target_layers
 
     try:
-        target_layers(architecture(model.path, config.model.trust_remote_code), lora.targets)
+        built = architecture(model.path, config.model.trust_remote_code)
+    except Exception as error:  # whatever transformers, or code that came with the model, raises
+        raise ModelError(f"transformers cannot build the model in {model.path}: {raised(error)}") from error
+    try:
+        target_layers(built, lora.targets)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -165,30 +214,3 @@ def check_adapter_targets(config: Config, model: ResolvedModel) -> None:
 def _first(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """The first ``count`` rows, all of them for 0; a large data set is not read for them."""
     return [rows[index] for index in range(min(len(rows), count or len(rows)))]
-
-
-def make_task(config: Config) -> Task:
-    """The task that ``task`` names. Raises :class:`DottedPathError` for something that is no task."""
-    factory = resolve_dotted(config.task, "task")
-    try:
-        task: Task = factory()
-    except Exception as error:
-        raise DottedPathError(f"task: {config.task} cannot be made: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("load", "prompt") if not callable(getattr(task, name, None))]
-    if missing:
-        raise DottedPathError(f"task: {config.task} makes a {type(task).__name__}, which has no method `{missing[0]}`")
-    return task
-
-
-def find_environment(task: Task) -> Environment | None:
-    """The task's environment, or ``None`` for a task with reward functions.
-
-    Raises :class:`DottedPathError` for something without a coroutine method ``run``.
-    """
-    make = getattr(task, "environment", None)
-    environment: Environment | None = make() if make is not None else None
-    if environment is not None and not inspect.iscoroutinefunction(getattr(environment, "run", None)):
-        raise DottedPathError(
-            f"task: the environment {type(environment).__name__} has no `async def run(self, task, sampler)`"
-        )
-    return environment

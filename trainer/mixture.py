@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Any
 
 from trainer.config import DataConfig
 from trainer.nearest import nearest
+from trainer.wording import shown
 
+LARGEST_WEIGHT = 1e9
 KEYS = ("name", "weight", "path", "eval_path", "options")
 
 
@@ -70,26 +71,26 @@ def interleaved(rows: Sequence[Sequence[Any]]) -> list[Any]:
 def _item(number: int, item: Any) -> tuple[str, Mapping[str, Any]]:
     where = f"`data.mixture`, data set {number}"
     if not isinstance(item, Mapping):
-        raise MixtureError(f"{where}: {item!r} is no mapping with the keys {', '.join(KEYS)}")
+        raise MixtureError(f"{where}: {shown(item)} is no mapping with the keys {', '.join(KEYS)}")
     if unknown := [str(key) for key in item if key not in KEYS]:
         raise MixtureError(f"{where}: no key `{unknown[0]}`{nearest(unknown[0], KEYS)}; there are {', '.join(KEYS)}")
     if not isinstance(item.get("options") or {}, Mapping):
-        raise MixtureError(f"{where}: `options` is {item['options']!r}, not a mapping")
+        raise MixtureError(f"{where}: `options` is {shown(item['options'])}, not a mapping")
     for key in ("path", "eval_path"):
         if not isinstance(item.get(key), str | None):
-            raise MixtureError(f"{where}: `{key}` is {item[key]!r}; it must be text, the name of a file, or left out")
+            raise MixtureError(f"{where}: `{key}` is {shown(item[key])}; it must be the name of a file, or left out")
     path = item.get("path")
     name = item.get("name") or (Path(path).stem if path else f"set{number}")
     if not isinstance(name, str) or "/" in name:
-        raise MixtureError(f"{where}: the name {name!r} is part of names of metrics: text without a `/`")
+        raise MixtureError(f"{where}: the name {shown(name)} is part of names of metrics: text without a `/`")
     return name, item
 
 
 def _weight(name: str, weight: Any) -> float:
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not math.isfinite(weight) or weight <= 0:
+    if not number or not 0 < weight <= LARGEST_WEIGHT:  # also false for NaN
         raise MixtureError(
-            f"`data.mixture`: the weight of {name!r} is {weight!r}; it must be a number greater than 0; leave out a "
-            "data set that is not to be trained on"
+            f"`data.mixture`: the weight of {name!r} is {shown(weight)}; it must be a number greater than 0 and at "
+            f"most {LARGEST_WEIGHT:g}; leave out a data set that is not to be trained on"
         )
     return float(weight)

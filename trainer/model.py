@@ -22,9 +22,14 @@ from generator.task import ModelError
 from trainer import embedded
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.model_cache import build_once, default_cache_dir, missing_parts
+from trainer.raised import raised
+from trainer.wording import clipped, shown
 
 DeviceKind = Literal["cpu", "gpu"]
 
+SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings of models that rescale or cap the logits after the head: without them log-probabilities would silently
+differ from the engine's, so a learner refuses the model."""
 FACTORY_PREFIX = "factory:"
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*$")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -54,6 +59,8 @@ class ResolvedModel:
     """Of a layer, where the configuration says it."""
     key_value_heads: int | None = None
     """Of a layer, where the configuration says it; at most as many as attention heads."""
+    scaled_logits: str | None = None
+    """The setting that makes it a model which cannot be trained here, with its value; see ``SCALED_LOGITS``."""
 
 
 def resolve_model(
@@ -74,7 +81,10 @@ def resolve_model(
 
     Raises :class:`ModelError` that names what was looked for and where.
     """
-    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    try:
+        cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    except RuntimeError as error:  # a home of nobody
+        raise ModelError(f"model.cache_dir {cache_dir!r} cannot be looked up: {error}") from error
     folder, source, reason = _locate(path, hub_id, cache, device_kind, reachable or hub_reachable)
     return _describe(folder, source, reason, _resolve_dtype(dtype, device_kind))
 
@@ -130,10 +140,14 @@ def _locate(
         return embedded_model(cache), f"embedded {EMBEDDED_NAME}", "model.path is auto and the run is on CPU"
     if path.startswith(FACTORY_PREFIX):
         return _from_factory(path, cache), f"built by {path.removeprefix(FACTORY_PREFIX)}", "model.path names a factory"
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
+        raise ModelError(f"model.path {clipped(path)!r} cannot be looked up: {error}") from error
+    if is_folder:
         return folder, f"folder {folder}", "model.path names a folder"
-    if folder.exists():
+    if exists:
         raise ModelError(f"model.path {path!r} is a file; a model is a folder with config.json, weights and tokenizer")
     if HUB_ID.match(path):
         found = _from_hub(path, reachable)
@@ -152,12 +166,16 @@ def _locate(
 def _from_hub(hub_id: str, reachable: Callable[[], bool]) -> Path | None:
     """The folder of a hub model, from the hub's cache or fetched; ``None`` when no hub answers."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    with contextlib.suppress(LocalEntryNotFoundError):
+    try:
         cached = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
         if not missing_parts(cached):
             return cached
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError as error:
+        raise ModelError(f"{hub_id!r} is no id of a model at the hub: {error}") from error
     if not reachable():
         return None
     try:
@@ -187,10 +205,21 @@ def _from_factory(path: str, cache: Path) -> Path:
     try:
         build = resolve_dotted(dotted, "model.path")
         source = Path(inspect.getfile(build)).read_bytes()
-    except (DottedPathError, TypeError, OSError) as error:
+    except DottedPathError as error:
         raise ModelError(str(error)) from error
+    except (TypeError, OSError) as error:
+        raise ModelError(f"model.path: {dotted} is no function that a file holds: {error}") from error
     name = f"{dotted.replace(':', '.')}-{hashlib.sha256(source).hexdigest()[:12]}"
-    return build_once(cache, name, build)
+
+    def write(folder: Path) -> None:
+        try:
+            build(folder)
+        except (OSError, ModelError):
+            raise
+        except Exception as error:
+            raise ModelError(f"model.path: {dotted} cannot build the model: {raised(error)}") from error
+
+    return build_once(cache, name, write)
 
 
 def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedModel:
@@ -199,16 +228,18 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
         raise ModelError(f"{folder} is no model folder: it lacks {', '.join(missing)}")
     config = _read_json(folder / "config.json")
     text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ModelError(f"{folder / 'config.json'}: text_config is {shown(text)}, not an object")
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     eos: dict[int, None] = {}  # a set that keeps its order
     for value in (*(part.get("eos_token_id") for part in (generation, text, config)), _tokenizer_eos(folder)):
-        eos.update(dict.fromkeys(_ids(value)))
+        eos.update(dict.fromkeys(_ids(value, folder)))
     if not eos:
         raise ModelError(
             f"{folder} names no end-of-sequence token in its configuration, generation configuration or tokenizer"
         )
     context = text.get("max_position_embeddings")
-    if not isinstance(context, int):
+    if not isinstance(context, int) or context < 1:
         raise ModelError(f"{folder / 'config.json'} has no max_position_embeddings, so the context length is unknown")
     return ResolvedModel(
         str(folder.absolute()),
@@ -220,6 +251,9 @@ def _describe(folder: Path, source: str, reason: str, dtype: str) -> ResolvedMod
         vocabulary=_number(text, "vocab_size"),
         attention_heads=_number(text, "num_attention_heads"),
         key_value_heads=_number(text, "num_key_value_heads"),
+        scaled_logits=next(
+            (f"{name}={text[name]}" for name in SCALED_LOGITS if text.get(name) not in (None, 1, 1.0)), None
+        ),
     )
 
 
@@ -234,16 +268,20 @@ def _tokenizer_eos(folder: Path) -> int | None:
     if not configuration.is_file() or not tokenizer.is_file():
         return None
     name = _read_json(configuration).get("eos_token")
-    ids = {token["content"]: token["id"] for token in _read_json(tokenizer).get("added_tokens", [])}
-    return ids.get(name["content"] if isinstance(name, dict) else name)
+    try:
+        ids = {token["content"]: token["id"] for token in _read_json(tokenizer).get("added_tokens", [])}
+        return ids.get(name["content"] if isinstance(name, dict) else name)
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{tokenizer} or {configuration.name} has tokens of another form: {error}") from error
 
 
-def _ids(value: Any) -> Iterator[int]:
+def _ids(value: Any, folder: Path) -> Iterator[int]:
     """The ids in a configuration entry that may be absent, one id or a list of ids."""
-    if isinstance(value, int):
-        yield value
-    elif value is not None:
-        yield from value
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+            raise ModelError(f"{folder}: eos_token_id is {shown(value)}; it must be a token id or a list of them")
+        yield one
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -98,6 +98,16 @@ def make_sampling(config: Config, model: ResolvedModel, max_model_len: int) -> S
     )
 
 
+def check_stop_tokens(config: Config, model: ResolvedModel) -> None:
+    """Raise :class:`ConfigError` for a stop token that the model does not have: vLLM would index its logits by it."""
+    count = model.vocabulary
+    for number in config.sampling.stop_token_ids:
+        if count is not None and number >= count:
+            raise ConfigError(
+                f"`sampling.stop_token_ids` has {number}, and the ids of {model.source} end at {count - 1}"
+            )
+
+
 def evaluation_sampling(config: Config, sampling: Sampling) -> Sampling:
     """How the rollouts of an evaluation are sampled, where those of training are by ``sampling``."""
     evaluation = config.evaluation

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.logprobs import chunked_logprobs
+from trainer.model import SCALED_LOGITS
 from trainer.packed_attention import Segments
 
 
@@ -20,9 +21,7 @@ class PolicyModel(torch.nn.Module):
 
     def __init__(self, model: Any, temperature: float, chunk: int, entropy_gradient: bool = False) -> None:
         super().__init__()
-        # These rescale or cap the logits after the head; without them log-probabilities would silently differ from the
-        # engine's.
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        for name in SCALED_LOGITS:  # where the folder's own config.json says so, it was refused before
             if getattr(model.config, name, None) not in (None, 1, 1.0):
                 raise ValueError(
                     f"model type {model.config.model_type!r} has {name}={getattr(model.config, name)}: its logits are "

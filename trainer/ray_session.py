@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from trainer.checks import ConfigError
 from trainer.config import Config
+from trainer.wording import one_line
 
+ANSWER_SECONDS = 5.0
+"""In which a cluster's port must answer."""
 END_SECONDS = 30.0
 """What Ray's processes may take to end; afterwards the end of this process ends them."""
 
@@ -47,6 +52,8 @@ class RaySession:
         try:
             import ray
 
+            if self._leave.is_set():  # the configuration was refused meanwhile: nobody waits for the cluster
+                return
             _start(self._config)
             try:
                 self._resources.set_result(ray.cluster_resources())
@@ -83,8 +90,9 @@ def _start(config: Config) -> None:
     # It announces at every start that its token authentication is on, and that it leaves SIGTERM alone: both as wanted.
     for source in ("ray._private.authentication", "ray._private.worker"):
         logging.getLogger(source).setLevel(logging.ERROR)
-    local = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
-    where: dict[str, Any] = local if config.ray.address is None else {"address": config.ray.address}
+    if config.ray.address is not None:
+        return _join(config.ray.address)
+    where: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
     try:
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
     except Exception as error:
@@ -94,6 +102,22 @@ def _start(config: Config) -> None:
         logging.getLogger(__name__).warning("Ray did not start within 30 s: the machine is busy; trying once more")
         ray.shutdown()
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+
+
+def _join(address: str) -> None:
+    """Join a cluster. Raises :class:`ConfigError` where there is none, before Ray has tried for a minute."""
+    import ray
+
+    host, found, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if found:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except Exception as error:
+        raise ConfigError(
+            f"`ray.address={address}`: no Ray cluster can be joined there: {one_line(str(error))}. Name that of a "
+            "cluster that runs, or leave the key out for one of this machine alone"
+        ) from error
 
 
 def _give_daemons_their_own_process_group() -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,12 @@ from generator.rollout import Prompt, Rollout, ScoredRollout
 from trainer.dotted import DottedPathError, resolve_dotted
 from trainer.threads import in_daemon_thread
 from trainer.unscored import NotScoredError, Unscored, finite_number
+from trainer.wording import shown
 
 PURPOSE = "reward function"
+TEXTS = ("prompts", "completions")
+"""What every function gets beside the columns of the data."""
+LARGEST_WEIGHT = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +61,42 @@ def _resolve_part(item: Any) -> RewardPart:
     if isinstance(item, str):
         item = {"function": item}
     if not isinstance(item, Mapping) or not isinstance(item.get("function"), str):
-        raise DottedPathError(f"reward: {item!r} is neither a dotted path nor a mapping with the key 'function'")
+        raise DottedPathError(f"reward: {shown(item)} is neither a dotted path nor a mapping with the key 'function'")
     unknown = set(item) - {"name", "function", "weight"}
     if unknown:
-        raise DottedPathError(f"reward: unknown key {sorted(unknown)[0]!r}; there are name, function and weight")
+        raise DottedPathError(f"reward: unknown key {min(map(str, unknown))!r}; there are name, function and weight")
     path, weight = item["function"], item.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise DottedPathError(f"reward: the weight of {path} is {weight!r}, not a finite number")
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not -LARGEST_WEIGHT <= weight <= LARGEST_WEIGHT:  # also false for NaN
+        raise DottedPathError(
+            f"reward: the weight of {path} is {shown(weight)}, not a finite number between {-LARGEST_WEIGHT:g} and "
+            f"{LARGEST_WEIGHT:g}"
+        )
+    name = item.get("name") or path.replace(":", ".").rsplit(".", 1)[-1]
+    if not isinstance(name, str):
+        raise DottedPathError(f"reward: the name of {path} is {shown(name)}; it must be text")
     function = resolve_dotted(path, PURPOSE)
     if not callable(function):
         raise DottedPathError(f"{PURPOSE}: {path!r} is a {type(function).__name__}, which cannot be called")
-    return RewardPart(item.get("name") or path.replace(":", ".").rsplit(".", 1)[-1], function, float(weight))
+    return RewardPart(name, function, float(weight))
+
+
+def check_arguments(parts: Sequence[RewardPart], columns: Iterable[tuple[str, ...]]) -> None:
+    """Raise :class:`DottedPathError` for a function that cannot be called with the texts and the columns of the data.
+
+    ``columns`` are the names that rows of the data have. Every call would fail, and no rollout would have a reward.
+    """
+    for names in dict.fromkeys(columns):
+        for part in parts:
+            try:
+                inspect.signature(part.function).bind(**dict.fromkeys((*TEXTS, *names)))
+            except TypeError as error:
+                raise DottedPathError(
+                    f"{PURPOSE} {part.name}: it is called with {', '.join((*TEXTS, *names))}, all by name, and cannot "
+                    f"be: {error}. A function takes the columns that it does not use as `**columns`"
+                ) from error
+            except ValueError:  # of a function in C Python does not know what it takes
+                continue
 
 
 class RewardScorer:

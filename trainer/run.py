@@ -15,25 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from generator.link import root_cause
-from generator.task import DataError, ModelError
 from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch
 from trainer.checks import ConfigError
 from trainer.config import Config
-from trainer.dotted import DottedPathError
-from trainer.groups import KeptGroups
-from trainer.inputs import Inputs, load_inputs
 from trainer.leave import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainer.placement import check_resources, device_kind
+from trainer.prepare import Prepared, prepare
 from trainer.ray_session import RaySession
 from trainer.signals import interrupts
 from trainer.state import (
     COLLECT_SECONDS,
-    RunState,
     continue_from,
-    find_checkpoint,
     is_done,
-    load_state,
     resume_step,
     rollouts_now,
     save_checkpoint,
@@ -52,18 +46,15 @@ def run(config: Config, ray_session: RaySession) -> int:
     # Until the event loop has its own handlers, SIGTERM is the same as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        inputs = load_inputs(config)
-        checkpoint = find_checkpoint(config)
-        state, kept = (
-            load_state(checkpoint, config, inputs.prompts, inputs.model.source) if checkpoint else (None, KeptGroups())
-        )
+        prepared = prepare(config)
+        inputs, state = prepared.inputs, prepared.state
         if state is not None and is_done(config, state):
             print(
                 f"Nothing to do: the run in {config.run_dir} has made its {config.steps} steps. Raise `steps` to go on."
             )
             return EXIT_DONE
         watch = Watch(config, resume_step=resume_step(config, state), model_folder=inputs.model.path)
-    except (DataError, ModelError, DottedPathError, RunFolderError) as error:
+    except RunFolderError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -75,7 +66,7 @@ def run(config: Config, ray_session: RaySession) -> int:
         watch.waiting("starting Ray")
         resources = ray_session.wait()
         check_resources(config, resources)
-        return asyncio.run(supervise(config, inputs, watch, checkpoint, state, kept, resources))
+        return asyncio.run(supervise(config, prepared, watch, resources))
     except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -87,29 +78,22 @@ def run(config: Config, ray_session: RaySession) -> int:
         return EXIT_FAILED
 
 
-async def supervise(
-    config: Config,
-    inputs: Inputs,
-    watch: Watch,
-    checkpoint: Path | None,
-    state: RunState | None,
-    kept: KeptGroups,
-    resources: Mapping[str, float],
-) -> int:
+async def supervise(config: Config, prepared: Prepared, watch: Watch, resources: Mapping[str, float]) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
     from trainer.assembly import assemble
     from trainer.control import listening
 
+    checkpoint, state = prepared.checkpoint, prepared.state
     task = asyncio.current_task()
     assert task is not None
     with interrupts(task):
         try:
-            async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
+            async with assemble(config, prepared.inputs, watch, state.step if state else 0, resources) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     # What it refuses must not cost the checkpoints that are left below.
                     await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
-                    continue_from(state, kept, parts)
+                    continue_from(state, prepared.kept, parts)
                     leave_branch(config.run_dir, state.step)
                     record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
                 watch.begin()

@@ -195,48 +195,6 @@ def test_an_on_policy_run_stopped_between_two_steps_and_continued_has_the_weight
     assert exports[0] == exports[1]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["recipe=ci_tinny"], ["ci_tiny"]),
-        (["recipe=ci_tiny", "stepss=3"], ["`stepss`", "`steps`"]),
-        (["recipe=ci_tiny", "steps=many"], ["`steps`"]),
-        (["recipe=ci_tiny", "model.path=/nowhere/model"], ["/nowhere/model"]),
-        (["recipe=ci_tiny", "reward=recipes.ci_tiny.reward.nothing"], ["nothing"]),
-        (["recipe=gsm8k_fully_async", "data.path=/nowhere/train.jsonl"], ["/nowhere/train.jsonl"]),
-        (["recipe=ci_tiny", "engine.max_model_len=25"], ["prompt of row", "engine.max_model_len"]),
-    ],
-)
-def test_bad_input_ends_with_exit_code_2_and_one_readable_message(overrides, words, tmp_path):
-    done = run(*overrides, f"run_dir={tmp_path / 'run'}", "hardware=cpu", timeout=300)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    for word in words:
-        assert word in done.stderr
-    assert no_process_left()
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n', ["train.jsonl:2:", "json"]),
-        ('{"question": "1+1?", "solution": "2"}\n', ["answer"]),
-        ("", ["empty"]),
-    ],
-    ids=["a line that does not parse", "a missing column", "an empty file"],
-)
-def test_a_broken_data_file_is_answered_with_its_name_and_what_is_wrong(content, words, tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text(content)
-    done = run(
-        "recipe=gsm8k_fully_async", f"data.path={path}", f"run_dir={tmp_path / 'run'}", "hardware=cpu", timeout=300
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert str(path) in done.stderr
-    for word in words:
-        assert word in done.stderr.lower()
-
-
 def test_the_jobs_of_a_sweep_have_run_folders_of_their_own_and_one_that_fails_does_not_end_it(tmp_path):
     overrides = ["recipe=ci_tiny", "seed=0,1", f"run_dir={tmp_path}/sweep", "logger.wandb.mode=disabled"]
     done = run(*overrides, "engine.start_timeout=0.01", "--multirun", timeout=600)

@@ -215,7 +215,8 @@ def test_the_hub_is_not_asked_when_it_is_declared_offline(monkeypatch):
 
 def test_nothing_before_the_engines_start_imports_torch(tiny):
     code = (
-        "import sys; from trainer.compose import compose_config; from trainer.run import run, load_inputs; "
+        "import sys; from trainer.compose import compose_config; from trainer.run import run; "
+        "from trainer.inputs import load_inputs; "
         f"load_inputs(compose_config(['recipe=ci_tiny', 'hardware=cpu', 'model.path={tiny}'])); "
         "sys.exit('torch' in sys.modules)"
     )

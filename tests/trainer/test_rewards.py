@@ -183,7 +183,9 @@ def test_a_module_that_fails_to_import_is_reported_with_its_own_error(tmp_path, 
     (tmp_path / "broken_reward.py").write_text("import a_package_that_is_not_there\n")
     (tmp_path / "crashing_reward.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DottedPathError, match="importing broken_reward failed: No module named 'a_package_that"):
+    with pytest.raises(
+        DottedPathError, match="importing broken_reward failed: ModuleNotFoundError: No module named 'a_package_that"
+    ):
         resolve_dotted("broken_reward.f", "reward function")
     with pytest.raises(DottedPathError, match="importing crashing_reward failed: ZeroDivisionError"):
         resolve_dotted("crashing_reward.f", "reward function")
