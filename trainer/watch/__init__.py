@@ -13,8 +13,9 @@ from generator.rollout import Group
 from trainer.config import Config
 from trainer.watch.console import Console, ConsoleLogHandler
 from trainer.watch.lines import TABLE_COLUMNS, table_rows
-from trainer.watch.metrics import PushRecord, RunningTotals, evaluation_summary, step_metrics
+from trainer.watch.metrics import PushRecord, step_metrics
 from trainer.watch.run_folder import RunFolder, RunFolderError
+from trainer.watch.totals import RunningTotals, evaluation_summary
 from trainer.watch.trace import Trace
 from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
 from weight_sync.background import in_thread

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from generator.rollout import Group
-from trainer.watch.metrics import REWARD_WINDOW
+from trainer.watch.totals import REWARD_WINDOW
 
 # What chat templates put around a message (ChatML, Llama 3), which nobody wants to read four times a table.
 _TEMPLATE_MARKS = re.compile(r"<\|(?:im_start|start_header_id)\|>\w*|<\|\w+\|>")
