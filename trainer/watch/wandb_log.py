@@ -154,6 +154,7 @@ class WandbLog:
             entity=self._settings.entity,
             name=self._settings.name or self._run_dir.name,
             group=self._settings.group,
+            tags=list(self._settings.tags) or None,
             id=run_id,
             # Asking for a run that is new would only be another round trip to the server; offline it cannot be asked.
             resume="allow" if known and not offline else None,
