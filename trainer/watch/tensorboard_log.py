@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trainer.watch import catalogue
+from trainer.watch.lines import TABLE
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class TensorBoardLog:
             if table is not None:
                 columns, rows = table
                 cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
-                values.append(_text("completions/table", cells))
+                values.append(_text(TABLE, cells))
             self._write(step, values)
 
     def finish(self, status: str) -> None:
