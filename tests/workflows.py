@@ -41,7 +41,8 @@ def words(path: Path, step: str, **changes: str) -> list[str]:
     ``make`` is asked what it would run: it would first bring the environment up to date, which is not for a test to do.
     """
     command = commands(path)[step]
-    shell = f"make -n {command.removeprefix('make ')}" if command.startswith("make ") else f"printf '%s\\n' {command}"
+    made = command.startswith("make ")
+    shell = command.replace("make ", "make -n --no-print-directory ", 1) if made else f"printf '%s\\n' {command}"
     done = subprocess.run(
         ["bash", "-e", "-c", shell],
         capture_output=True,
@@ -51,5 +52,5 @@ def words(path: Path, step: str, **changes: str) -> list[str]:
         env=environment(path, **changes),
     )
     lines = done.stdout.splitlines()
-    found = shlex.split(lines[-1].removeprefix("exec ")) if command.startswith("make ") else lines
+    found = shlex.split(lines[-1].removeprefix("exec ")) if made else lines
     return [sys.executable if found[0].endswith(PYTHON) else found[0], *found[1:]]
