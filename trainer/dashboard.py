@@ -206,7 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Save the dashboard or write its specification, say where it is, and return the exit code."""
     given = _arguments(arguments)
     try:
-        entity, find_runs = (given.entity or "", None) if given.output else _account(given.project, given.entity)
+        entity: str = given.entity or ""
+        find_runs: Find | None = None
+        if given.output is None:
+            entity, find_runs = _account(given.project, given.entity)
         baselines = run_ids(given.baseline, find_runs)
         view = workspace(entity, given.project, name=given.name, tags=given.tag, baselines=baselines)
         sys.stdout.write(_saved(view) if given.output is None else _written(view, given.output))

@@ -26,6 +26,9 @@ _MODES = {"online": "online", "shared": "online", "run": "online", "offline": "o
 RUN_ID = "wandb/run_id"
 """Where in a run folder the id of its wandb run stands."""
 
+FILES = ("trace.json", "report.html")
+"""Files of a run folder that are uploaded when the run ends: the timeline, for Perfetto, and the page about the run."""
+
 TEMPORARY = "wandb/temporary"
 """Where in a run folder wandb's temporary files are while it runs, and after a kill until the run continues."""
 
@@ -199,6 +202,9 @@ class WandbLog:
             import wandb
 
             try:
+                for name in FILES:
+                    if (path := self._run_dir / name).is_file():
+                        self._run.save(path, base_path=self._run_dir, policy="now", glob=False)
                 self._run.summary.update({key: value for key, value in item.summary.items() if value is not None})
                 self._run.finish(exit_code=item.exit_code)
             finally:

@@ -25,11 +25,13 @@ from trainer.leave import leave
 from trainer.watch.wandb_log import WandbLog
 
 def main(folder, mode, end):
+    Path(folder).mkdir()
     said = lambda mode, why: print(f"{mode}: {why}", flush=True)
     log = WandbLog(WandbConfig(mode=mode), Path(folder), {"seed": 7, "batch": {"prompts": 2}}, said)
     table = (("prompt", "reward"), [["2+2", 1.0]])
     for step in (1, 2, 3):
         log.step({"step": step, "reward/mean": step / 4, "policy/loss": float("nan")}, table if step == 2 else None)
+    (Path(folder) / "trace.json").write_text("[]")
     if end == "hang":
         print(sys.stdin.readline())
     log.finish({"status": "done", "reward/last10_mean": 0.5, "nothing": None}, exit_code=0, timeout=float(end))
@@ -106,6 +108,8 @@ def test_an_offline_run_is_read_back_from_its_file(tmp_path, temporary):
     assert axes["*"] == "step"
     config = {item.key: item.value_json for record in records for item in record.run.config.update}
     assert config["seed"] == "7"
+    assert "trace.json" in [file.path for record in records for file in record.files.files]
+    assert (offline_file(tmp_path).parent / "files" / "trace.json").read_text() == "[]"
     assert services(process.pid) == []
     assert list(temporary.iterdir()) == []
     assert not (tmp_path / "run" / TEMPORARY).exists()
@@ -115,7 +119,7 @@ def test_an_offline_run_is_read_back_from_its_file(tmp_path, temporary):
 def test_disabled_does_not_even_import_wandb(tmp_path):
     output, _ = start(tmp_path, "disabled").communicate(timeout=60)
     assert "wandb imported: False" in output
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "wandb").exists()
 
 
 @pytest.mark.engine
