@@ -25,8 +25,9 @@ def test_titles_tell_charts_apart():
 
 
 def test_a_placeholder_stands_for_what_has_no_entry_of_its_own():
-    names = ["timing/step_seconds", "timing/rest_seconds", "timing/b_seconds", "timing/train_seconds", "timing/a_seconds",
-             "push/pause_seconds", "push/gate_seconds", "reward/mean", "reward/exact", "eval/pass@16", "eval/pass@2"]  # fmt: skip
+    times = [f"timing/{part}_seconds" for part in ("step", "rest", "b", "train", "a")]
+    names = [*times, "push/pause_seconds", "push/gate_seconds", "reward/mean", "reward/exact", "eval/pass@16",
+             "eval/pass@2"]  # fmt: skip
     assert matching(["timing/<part>_seconds"], names) == ["timing/a_seconds", "timing/b_seconds"]
     assert matching(["push/gate_seconds", "push/<phase>_seconds"], names) == ["push/gate_seconds"]
     assert matching(["reward/<part>"], names) == ["reward/exact"]
