@@ -44,6 +44,8 @@ class EnginePool:
         """The published version, ``None`` before the first push."""
         self.interrupted = 0
         """Requests that the last push interrupted."""
+        self.on_load: Callable[[str, int], None] | None = None
+        """Told of the name of an engine, and how many rollouts it has, whenever that changes."""
         self._roster = Roster(make, settings)
         self.joined = self._roster.joined
         """Set while an engine waits for weights."""
@@ -97,7 +99,7 @@ class EnginePool:
         return min(self._roster.within(State.SERVING), key=lambda slot: slot.load, default=None)
 
     async def _generate_on(self, slot: Slot, rollouts: list[Rollout], sampling: Sampling | None) -> Returned:
-        slot.add_load(len(rollouts))
+        self._add_load(slot, len(rollouts))
         try:
             returned = await slot.link.generate(rollouts, sampling)
         except EngineLostError as error:
@@ -105,7 +107,7 @@ class EnginePool:
             self.counts["rollouts/restarted"] += len(rollouts)
             return Returned([replace(rollout, resumes=rollout.resumes + 1) for rollout in rollouts], "lost")
         finally:
-            slot.add_load(-len(rollouts))
+            self._add_load(slot, -len(rollouts))
         self.counts.update(returned.counts)
         if stalled := returned.counts.get("rollouts/stalled"):
             logger.warning(
@@ -120,6 +122,11 @@ class EnginePool:
             begun = sampling.turn_start if sampling is not None else 0
             return replace(returned, rollouts=[_handed_back(rollout, returned, begun) for rollout in returned.rollouts])
         return returned
+
+    def _add_load(self, slot: Slot, rollouts: int) -> None:
+        slot.add_load(rollouts)
+        if self.on_load is not None:
+            self.on_load(slot.link.name, slot.load)
 
     async def serve_loaded(self, version: int) -> None:
         """Serve ``version`` from the engines that have loaded it when they started: no push brings it.

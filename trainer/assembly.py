@@ -35,6 +35,7 @@ from trainer.placement import (
 )
 from trainer.rewards import RewardScorer
 from trainer.watch import Watch
+from trainer.watch.trace import ROLLOUTS
 from weight_sync.canary import canary_sequences
 from weight_sync.push import Pusher
 from weight_sync.verification import Verification
@@ -68,6 +69,7 @@ async def assemble(
         count = sum(pool.count for pool in pools)
         watch.waiting(f"starting {count} engine(s) and {config.learner.ranks} learner rank(s)")
         for pool in pools:
+            pool.on_load = lambda engine, rollouts: watch.trace.counter(engine + ROLLOUTS, rollouts)
             stack.push_async_callback(pool.shutdown)
         async with asyncio.TaskGroup() as starting:
             for pool in pools:
@@ -175,7 +177,7 @@ def make_episodes(
 def make_evaluator(config: Config, inputs: Inputs, trace: Trace, engines: EnginePool, sampling: Sampling) -> Evaluator:
     """What evaluates a version that ``engines`` serve; ``sampling`` is that of training."""
     episodes = make_episodes(config, inputs, trace, engines, evaluation_sampling(config, sampling))
-    return Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward)
+    return Evaluator(inputs.held_out, episodes, config.evaluation.rollouts, config.evaluation.pass_reward, trace)
 
 
 def _evaluations(

@@ -7,6 +7,7 @@ nearest valid key or value.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,7 @@ def check(config: Config) -> None:
     _check_conditions(config)
     _check_best(config)
     _check_watchdog(config)
+    _check_tensorboard(config)
     try:
         data_sources(config.data)
     except MixtureError as error:
@@ -92,6 +94,14 @@ def _check_best(config: Config) -> None:
         raise ConfigError(
             f"`checkpoint.best={metric}`: with `evaluation.rollouts={evaluation.rollouts}` k is 1, 2, 4, ... up to "
             f"{evaluation.rollouts}"
+        )
+
+
+def _check_tensorboard(config: Config) -> None:
+    if config.logger.tensorboard.enabled and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "`logger.tensorboard.enabled=true` needs the package tensorboard, which is not installed; "
+            "`pip install tensorboard`, or leave it off: `metrics.jsonl` and `report.html` hold the same"
         )
 
 

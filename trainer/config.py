@@ -207,11 +207,20 @@ class WandbConfig:
     entity: str | None = None  # wandb user or team
     name: str | None = None  # name of the wandb run
     group: str | None = None  # group of the wandb run
+    tags: list[str] = field(
+        default_factory=list
+    )  # tags of the wandb run; `python -m trainer.dashboard` chooses by them
+
+
+@dataclass
+class TensorBoardConfig:
+    enabled: bool = False  # write event files for TensorBoard into the folder `tensorboard` of the run folder
 
 
 @dataclass
 class LoggerConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     rollouts: RolloutLogConfig = field(default_factory=RolloutLogConfig)
     table: TableLogConfig = field(default_factory=TableLogConfig)
     progress: bool = True  # a progress bar when the output is a terminal

@@ -14,13 +14,14 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from generator.link import EngineError, root_cause
 from generator.rollout import Prompt, Rollout, ScoredRollout
-from trainer.episodes import EpisodeSource
+from trainer.episodes import EpisodeSource, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,14 @@ class Evaluator:
     """Evaluates a version on ``prompts``: ``rollouts`` of each, of which a reward of ``pass_reward`` and more passes.
 
     ``episodes`` samples and scores, with the evaluation's own sampling; its counts are not those of training.
+    ``trace`` takes when it was.
     """
 
     prompts: Sequence[Prompt]
     episodes: EpisodeSource
     rollouts: int
     pass_reward: float
+    trace: Trace | None = None
 
     async def run(self, version: int) -> dict[str, float]:
         """Sample and score everything under ``version``, which is published; the metrics.
@@ -50,8 +53,9 @@ class Evaluator:
         Raises :class:`EvaluationError` when a token was sampled by another version.
         """
         started = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._sample(prompt, version)) for prompt in self.prompts]
+        with self.trace.span("evaluation", f"evaluation of version {version}") if self.trace else nullcontext():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample(prompt, version)) for prompt in self.prompts]
         scored = [task.result() for task in tasks]
         for item in (item for items in scored for item in items):
             if others := set(item.rollout.versions) - {version}:

@@ -30,7 +30,7 @@ def save_learner(engine: Any, record: AdapterRecord, folder: str | Path, steps_d
 
 
 def load_learner(engine: Any, record: AdapterRecord, folder: str | Path) -> int:
-    """Continue from what :func:`save_learner` wrote at the same ZeRO stage, on any number of ranks; returns the steps done.
+    """Continue from what :func:`save_learner` wrote at the same ZeRO stage, on any number of ranks; the steps done.
 
     Raises ``FileNotFoundError`` when the folder holds no learner checkpoint, and ``ValueError`` for one of another
     stage, of other adapters, or of an adapter to another model.

@@ -45,8 +45,8 @@ from trainer.config import CheckpointConfig, Config, SamplingConfig
 from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
-from trainer.watch.metrics import RunningTotals
 from trainer.watch.read_folder import read_config
+from trainer.watch.totals import RunningTotals
 from trainer.zero_files import CHECKPOINT_TAG, check_stage
 
 if TYPE_CHECKING:

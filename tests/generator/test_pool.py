@@ -134,6 +134,19 @@ def test_groups_go_to_the_engine_with_the_least_load_and_stay_together():
     run(test)
 
 
+def test_whoever_wants_to_know_is_told_how_many_rollouts_each_engine_has():
+    async def test(world: World) -> None:
+        told: list[tuple[str, int]] = []
+        world.pool.on_load = lambda engine, rollouts: told.append((engine, rollouts))
+        first = world.generate(6, "a")
+        await asyncio.sleep(0.5)
+        await asyncio.gather(first, world.generate(2, "b"), world.generate(2, "c"))
+        assert told[:3] == [("engine 0", 6), ("engine 1", 2), ("engine 1", 4)]
+        assert {engine: rollouts for engine, rollouts in told} == {"engine 0": 0, "engine 1": 0}
+
+    run(test)
+
+
 def test_rollouts_stay_with_their_engine_over_pushes():
     async def test(world: World) -> None:
         tasks = [world.generate(4, str(number)) for number in range(2)]

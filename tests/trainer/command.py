@@ -29,10 +29,14 @@ def environment() -> dict[str, str]:
 
 def run(*arguments: str, module: str = "trainer", timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
     """The command to its end."""
+    return ended(command(*arguments, module=module), timeout)
+
+
+def ended(words: list[str], timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
+    """Any command, whole, to its end."""
     return subprocess.run(
-        command(*arguments, module=module),
-        capture_output=True, text=True, timeout=timeout, env=environment(), cwd=ROOT, check=False,
-    )  # fmt: skip
+        words, capture_output=True, text=True, timeout=timeout, env=environment(), cwd=ROOT, check=False
+    )
 
 
 DESCENDANTS: set[psutil.Process] = set()

@@ -12,8 +12,8 @@ from trainer.config import CheckpointConfig
 from trainer.data import PromptStream
 from trainer.groups import KeptGroups
 from trainer.state import RunState, commit, find_checkpoint
-from trainer.watch.metrics import RunningTotals
 from trainer.watch.run_folder import RunFolder
+from trainer.watch.totals import RunningTotals
 
 METRIC = "eval/reward_mean"
 

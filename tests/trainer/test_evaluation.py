@@ -69,6 +69,19 @@ async def test_an_evaluation_is_of_one_version_however_slow_it_is_and_training_g
     assert max(of_version_0) == 1, "the first batch is learned from while version 0 is evaluated, and no other"
 
 
+async def test_an_evaluation_is_one_span_of_the_trace():
+    spans: list[tuple[str, str]] = []
+
+    class Traced(Watch):
+        def span(self, track: str, name: str, **more: Any) -> Any:
+            spans.append((track, name))
+            return super().span(track, name)
+
+    engines = Engines(version=3)
+    await Evaluator(HELD_OUT, SingleTurn(engines, Rewards(), str, Watch()), 1, 1.0, Traced()).run(3)
+    assert spans == [("evaluation", "evaluation of version 3")]
+
+
 async def test_tokens_of_another_version_are_an_error_not_a_result():
     engines = Engines(version=3)
     with pytest.raises(EvaluationError, match=r"version 2 has tokens of \[3\]"):

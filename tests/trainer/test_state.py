@@ -22,7 +22,7 @@ from trainer.state import (
     is_done,
     load_state,
 )
-from trainer.watch.metrics import RunningTotals
+from trainer.watch.totals import RunningTotals
 
 TOTALS = {"totals": RunningTotals().state_dict(), "version": 1, "wall_seconds": 1.0}
 

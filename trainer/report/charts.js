@@ -21,6 +21,7 @@ function constant(spec) {
   const texts = [];
   for (const run of DATA.runs) {
     for (const name of names) {
+      if (run.extremes[name]) return null;
       const seen = new Set((run.columns[name] || run.evaluations[name] || []).filter((value) => value !== null));
       if (seen.size > 1) return null;
       for (const value of seen) texts.push(`${DATA.runs.length > 1 ? `${run.label}: ` : ""}${label(name)} ${short(value)}`);
@@ -39,8 +40,10 @@ function chart(spec) {
   const range = rangeOf(all.flat(), spec, runs);
   figure.append(h("div", panels.length > 1 ? { class: "panels" } : {}, panels.map((shown, place) =>
     h("div", {}, panels.length > 1 ? h("div", { class: "panel" }, shown[0].label) : null, ...panel(spec, all[place], range)))));
+  const joined = runs.map((run) => Math.ceil(run.steps / ((run.columns.step || []).length || 1))).filter((steps) => steps > 1);
   figure.append(h("details", { class: "help" }, h("summary", {}, "What is shown"),
-    h("dl", {}, spec.help.map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)]))));
+    h("dl", {}, spec.help.map(([name, meaning]) => [h("dt", {}, name), h("dd", {}, meaning)])),
+    joined.length ? h("p", {}, `A point is the mean of ${[...new Set(joined)].join(" or ")} steps${all.flat().some((one) => one.extremes) ? "; the area around a line goes from their smallest value to their largest" : ""}.`) : null));
   return figure;
 }
 
@@ -52,9 +55,10 @@ function seriesOf(spec, runs, aged) {
       const points = spec.points.includes(name), columns = points ? run.evaluations : run.columns;
       if (!columns[name]) continue;
       const place = names.indexOf(name), lags = names.length, phase = PHASES.find((known) => name === `push/${known}_seconds`);
-      const band = name === spec.metrics[0] && spec.band ? spec.band.map((edge) => columns[edge]) : null;
+      const edges = name === spec.metrics[0] && spec.band ? spec.band.map((edge) => columns[edge]) : [];
+      const extremes = points || spec.kind === "stack" ? null : run.extremes[name];
       found.push({
-        name, points, xs: columns.step, ys: columns[name], band: band && band[0] && band[1] ? band : null,
+        name, points, xs: columns.step, ys: columns[name], band: edges[0] && edges[1] ? edges : extremes || null, extremes,
         colour: several ? colour(DATA.runs.indexOf(run)) : aged ? ageOnGround(place, lags - 1) : phase ? phaseColour(phase) : colour(place),
         dash: several ? DASHES[place % DASHES.length] : "",
         label: several ? (names.length > 1 ? `${run.label}: ${label(name)}` : run.label) : label(name),

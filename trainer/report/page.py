@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from trainer.report.read import ReportError, Run, read_run, trace_events
+from trainer.report.read import ReportError, Run, TraceEvents, read_run
 from trainer.report.rollouts import choose_rollouts
-from trainer.report.series import charts, columns, rounded
+from trainer.report.series import Columns, charts, columns, rounded
 from trainer.report.timeline import timeline
 from trainer.report.token_texts import find_tokenizer
 from trainer.watch.catalogue import SUMMARY, find
@@ -64,12 +64,16 @@ def embedded(data: Any) -> str:
 def content(runs: Sequence[Run]) -> dict[str, Any]:
     """Everything that the page shows, as plain values."""
     labels = short_names([run.path for run in runs])
-    described = [_run(run, label, ROLLOUTS // len(runs) or 1) for run, label in zip(runs, labels, strict=True)]
-    names = sorted({name for run in described for name in (*run["columns"], *run["evaluations"])})
+    measured = [(columns(run.metrics), columns(run.evaluations)) for run in runs]
+    drawn = charts(sorted({name for both in measured for some in both for name in some.values}))
+    described = []
+    for run, label, (metrics, evaluations) in zip(runs, labels, measured, strict=True):
+        points = _drawn(metrics, drawn) | {"evaluations": evaluations.values}
+        described.append(_run(run, label, ROLLOUTS // len(runs) or 1, _summary(run, metrics)) | points)
     return {
         "written": time.strftime("%Y-%m-%d %H:%M %Z"),
         "runs": described,
-        "charts": charts(names),
+        "charts": drawn,
         "settings": differing_settings([flat(run.config) for run in runs]) if len(runs) > 1 else [],
         "summary_help": {metric.name: metric.meaning for metric in SUMMARY},
     }
@@ -104,10 +108,20 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names, start=1)]
 
 
-def _run(run: Run, label: str, rollouts: int) -> dict[str, Any]:
+def _drawn(measured: Columns, drawn: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What of the columns some chart draws, and the extremes of those that are drawn as lines without a band."""
+    names = {name for chart in drawn for name in (*chart["metrics"], *(chart["band"] or ()))}
+    lines = {name for chart in drawn if chart["kind"] == "lines" and not chart["band"] for name in chart["metrics"]}
+    return {
+        "columns": {name: column for name, column in measured.values.items() if name in names or name == "step"},
+        "extremes": {name: sides for name, sides in measured.extremes.items() if name in lines},
+    }
+
+
+def _run(run: Run, label: str, rollouts: int, summary: Mapping[str, Any]) -> dict[str, Any]:
     texts = find_tokenizer(run.path, run.config)
     chosen = choose_rollouts(run, texts, rollouts)
-    lanes = timeline(trace_events(run.path / "trace.json"))
+    lanes = timeline(TraceEvents(run.path / "trace.json"))
     notes = list(run.notes)
     if lanes is None:
         notes.append("trace.json is missing or holds nothing: there is no timeline.")
@@ -120,11 +134,9 @@ def _run(run: Run, label: str, rollouts: int) -> dict[str, Any]:
         "status": str(run.summary.get("status", "")),
         "error": str(run.summary["error"]) if run.summary.get("error") else None,
         "started": _started(run.path),
-        "summary": _summary(run),
+        "summary": summary,
         "settings": settings,
         "versions": flat(run.config.get("versions", {})),
-        "columns": columns(run.metrics),
-        "evaluations": columns(run.evaluations),
         "steps": len(run.metrics),
         "timeline": lanes,
         "rollouts": chosen,
@@ -133,13 +145,12 @@ def _run(run: Run, label: str, rollouts: int) -> dict[str, Any]:
     }
 
 
-def _summary(run: Run) -> dict[str, list[Any]]:
+def _summary(run: Run, metrics: Columns) -> dict[str, list[Any]]:
     """The numbers of ``summary.json``, and a few of the whole run, by name: value and unit."""
     values = {name: value for name, raw in run.summary.items() if (value := number(raw)) is not None}
-    steps = [number(row.get("timing/step_seconds")) or 0.0 for row in run.metrics]
-    idle = [number(row.get("idle/learner_seconds")) or 0.0 for row in run.metrics]
-    if sum(steps) > 0:
-        values["idle/learner_share"] = sum(idle) / sum(steps)
+    steps, idle = (metrics.values.get(name, []) for name in ("timing/step_seconds", "idle/learner_seconds"))
+    if (seconds := sum(filter(None, steps))) > 0:
+        values["idle/learner_share"] = sum(filter(None, idle)) / seconds
     known = {metric.name: metric.unit for metric in SUMMARY}
     described = {}
     for name, value in values.items():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.watch.read_folder import json_lines, json_object, read_rows
+from trainer.watch.read_folder import Steps, json_lines, json_object
 
 CONTENTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json", "rollouts")
 """Names of which a run folder has at least one."""
@@ -29,9 +29,9 @@ class Run:
     """Empty where ``config.yaml`` is missing or cannot be read."""
     summary: Mapping[str, Any]
     """Empty while a run goes on, and after it was killed."""
-    metrics: tuple[Mapping[str, Any], ...]
-    """One mapping a step, in the order of steps."""
-    evaluations: tuple[Mapping[str, Any], ...]
+    metrics: Collection[Mapping[str, Any]]
+    """One mapping a step, in the order of steps; read from the file each time that they are gone through."""
+    evaluations: Collection[Mapping[str, Any]]
     rollout_files: Mapping[int, Path]
     """By step; only steps whose rollouts were written."""
     notes: tuple[str, ...]
@@ -57,21 +57,27 @@ def read_run(path: Path) -> Run:
     files = _rollout_files(path / "rollouts")
     if not files:
         notes.append("No rollouts were written (logger.rollouts.every says of which steps they are).")
-    return Run(path, config, summary, tuple(metrics), tuple(evaluations), files, tuple(notes))
+    return Run(path, config, summary, metrics, evaluations, files, tuple(notes))
 
 
-def trace_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of ``trace.json``, which is written an event a line: a torn file gives all but its last one."""
-    for event in json_lines(path, strip=","):
-        if event is not None and "ph" in event:
-            yield event
+class TraceEvents:
+    """The events of ``trace.json``, read anew each time that they are gone through.
+
+    It is written an event a line: a torn file gives all but its last one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (event for event in json_lines(self._path, strip=",") if event is not None and "ph" in event)
 
 
-def _steps(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
-    rows, broken = read_rows(path)
-    if broken:
-        notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} cannot be read and left out (a kill tears one).")
-    return [{"step": step, **row} for step, row in rows.items()]
+def _steps(path: Path, notes: list[str]) -> Steps:
+    steps = Steps(path)
+    if lines := steps.broken:
+        notes.append(f"{path.name}: {lines} line{'s' * (lines > 1)} cannot be read and left out (a kill tears one).")
+    return steps
 
 
 def _config(path: Path, notes: list[str]) -> Mapping[str, Any]:

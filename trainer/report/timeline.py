@@ -1,130 +1,181 @@
-"""What ran when: the trace as a picture's worth of segments, however long the run was."""
+"""What ran when: the trace as a picture's worth of lanes, however long the run was."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.report.series import PHASES
+from trainer.report.lanes import Lane, Level, Pauses
+from trainer.watch.charts import PHASES
+from trainer.watch.read_folder import number
+from trainer.watch.trace import ROLLOUTS
 
 BINS = 4000
 """Points in time at which the number of groups on their way is shown."""
-SEGMENTS = 3000
-"""Segments of a lane at most; past that, neighbours of one kind are put together."""
+ENGINE_BINS = 1000
+"""Points in time at which the number of rollouts of one engine is shown."""
+ENGINES = 48
+"""Engines that have a lane of their own; more are named in a note."""
 
-Segment = tuple[float, float, str]
-"""Start and end in seconds since the trace began, and what it was."""
+Event = Mapping[str, Any]
 
 
-def timeline(events: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Something that went on: in seconds since the trace began, on a track."""
+
+    track: str
+    start: float
+    stop: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """So many rollouts an engine had from this moment on."""
+
+    at: float
+    engine: str
+    rollouts: float
+
+
+@dataclass
+class _Extent:
+    """What has to be known before the lanes are filled: when the trace begins and ends, and which engines there are."""
+
+    begin: float = float("inf")
+    end: float = float("-inf")
+    engines: dict[str, None] = field(default_factory=dict)
+    """In order of appearance."""
+    ends: dict[int, float] = field(default_factory=dict)
+    """When each start of the run, by its number, wrote last."""
+
+
+def timeline(events: Iterable[Event]) -> dict[str, Any] | None:
     """The lanes of the picture, times in seconds since the trace began; ``None`` without a span.
 
     ``sampling`` and ``scoring``: how many groups were with the engines, and with their rewards, on average over each of
-    equal parts of the time. ``learner``, ``pushes``, ``phases`` and ``paused``: segments ``[start, end, name]``.
+    equal parts of the time. ``engines``: (name, how many rollouts it had, the same way). ``learner``, ``pushes``,
+    ``phases``, ``paused`` and ``evaluations``: segments ``[start, end, name]``. ``events`` are gone through twice, and
+    not held.
     """
-    tracks = _tracks(events)
-    spans = [span for track in tracks.values() for span in track]
-    if not spans:
+    extent = _extent(events)
+    if extent.begin > extent.end:
         return None
-    begin, end = min(start for start, _, _ in spans), max(end for _, end, _ in spans)
-    pushes = [span for span in tracks["push"] if span[2] not in PHASES]
-    phases = [span for span in tracks["push"] if span[2] in PHASES]
+    begin, end = extent.begin, extent.end
+    levels = {track: Level(begin, end, BINS) for track in ("engine", "reward")}
+    names = ("learner", "pushes", "phases", "paused", "evaluations")
+    lanes = {name: Lane(end - begin) for name in names}
+    tracks, pauses, engines = _Tracks(), Pauses(), _Engines(extent)
+    for start_of_run, event in _by_start(events):
+        if counted := _count(event):
+            engines.add(start_of_run, counted)
+        if (span := tracks.span(event)) is None:
+            continue
+        if span.track in levels:
+            levels[span.track].add(span.start, span.stop)
+        elif span.track == "push":
+            lanes["phases" if span.name in PHASES else "pushes"].add(span.start, span.stop, span.name)
+            if (pause := pauses.pause(span.start, span.stop, span.name)) is not None:
+                lanes["paused"].add(*pause, "paused")
+        elif span.track in ("learner", "evaluation"):
+            lanes["learner" if span.track == "learner" else "evaluations"].add(span.start, span.stop, span.name)
     return {
         "start": round(begin, 3),
         "end": round(end, 3),
-        "sampling": occupancy(tracks["engine"], begin, end),
-        "scoring": occupancy(tracks["reward"], begin, end),
-        "learner": _thinned(tracks["learner"], end),
-        "pushes": _thinned(pushes, end),
-        "phases": _thinned(phases, end),
-        "paused": _thinned(pauses(phases), end),
+        "sampling": levels["engine"].values(),
+        "scoring": levels["reward"].values(),
+        "engines": engines.lanes(),
+        "more_engines": max(0, len(extent.engines) - ENGINES),
+        **{name: lane.segments() for name, lane in lanes.items()},
     }
 
 
-def occupancy(spans: Sequence[Segment], begin: float, end: float, bins: int = BINS) -> list[float]:
-    """How many of ``spans`` were open, on average, in each of ``bins`` equal parts of the time from begin to end."""
-    width = (end - begin) / bins
-    if width <= 0:
-        return [0.0] * bins
-    partly, change = [0.0] * bins, [0] * (bins + 1)
-    for span in spans:
-        start, stop = ((moment - begin) / width for moment in span[:2])  # in parts
-        first, last = min(bins - 1, int(start)), min(bins - 1, int(stop))
-        if first == last:
-            partly[first] += stop - start
-        else:
-            partly[first] += first + 1 - start
-            partly[last] += stop - last
-            change[first + 1] += 1
-            change[last] -= 1
-    shown, open_spans = [], 0
-    for part, step in zip(partly, change, strict=False):
-        open_spans += step
-        shown.append(round(part + open_spans, 2))
-    return shown
+class _Engines:
+    """How many rollouts each engine had that has a lane: what a counter says holds until it says other."""
+
+    def __init__(self, extent: _Extent) -> None:
+        names = list(extent.engines)[:ENGINES]
+        self._levels = {name: Level(extent.begin, extent.end, ENGINE_BINS) for name in names}
+        self._ends = extent.ends
+        self._newest: dict[tuple[int, str], _Count] = {}
+
+    def add(self, start_of_run: int, counted: _Count) -> None:
+        """Counts of one engine come in the order of time."""
+        if counted.engine in self._levels:
+            self._until(counted.at, self._newest.get((start_of_run, counted.engine)))
+            self._newest[start_of_run, counted.engine] = counted
+
+    def lanes(self) -> list[tuple[str, list[float]]]:
+        """(name, rollouts in equal parts of the time) of each; the last count holds to the end of that start."""
+        for (start_of_run, _), counted in self._newest.items():
+            self._until(self._ends.get(start_of_run, counted.at), counted)
+        self._newest = {}
+        return [(name, level.values()) for name, level in self._levels.items()]
+
+    def _until(self, moment: float, counted: _Count | None) -> None:
+        if counted is not None and moment > counted.at:
+            self._levels[counted.engine].add(counted.at, moment, counted.rollouts)
 
 
-def pauses(phases: Sequence[Segment]) -> list[Segment]:
-    """When engines generated nothing because of a push: from the beginning of its gate to the end of its resume."""
-    found, gate = [], None
-    for start, end, phase in sorted(phases):
-        if phase == "gate":
-            gate = start
-        elif phase == "resume" and gate is not None:
-            found.append((gate, end, "paused"))
-            gate = None
-    return found
+class _Tracks:
+    """Which track each row is of: a track has several, ``engine``, ``engine (2)``, ...; a restart names them anew."""
 
+    def __init__(self) -> None:
+        self._names: dict[tuple[Any, Any], str] = {}
 
-def merged(spans: Sequence[Segment], gap: float) -> list[Segment]:
-    """``spans`` with neighbours put together that have names of one kind and are less than ``gap`` seconds apart.
-
-    The kind of a name is the name without numbers: ``step 7`` and ``step 8`` become ``step 7 to 8``.
-    """
-    newest: dict[str, int] = {}
-    result: list[tuple[float, float, str, str]] = []
-    for start, end, name in sorted(spans):
-        kind = re.sub(r"\d+", "#", name)
-        place = newest.get(kind)
-        if place is not None and start - result[place][1] < gap:
-            before = result[place]
-            result[place] = (before[0], max(end, before[1]), before[2], name)
-        else:
-            newest[kind] = len(result)
-            result.append((start, end, name, name))
-    return [(start, end, _range(first, last)) for start, end, first, last in result]
-
-
-def _range(first: str, last: str) -> str:
-    """``step 7 to 8``, where the two names differ only in their last number."""
-    number = re.search(r"\d+$", last)
-    return f"{first} to {number[0]}" if number and first != last else first
-
-
-def _tracks(events: Iterable[Mapping[str, Any]]) -> defaultdict[str, list[Segment]]:
-    """Spans by track. A track has several rows, named ``engine``, ``engine (2)``, ...; a restart names them anew."""
-    names: dict[tuple[Any, Any], str] = {}
-    tracks: defaultdict[str, list[Segment]] = defaultdict(list)
-    for event in events:
+    def span(self, event: Event) -> _Span | None:
+        """The span that an event is, if it is one."""
         row = (event.get("pid"), event.get("tid"))
         try:
             if event["ph"] == "M" and event["name"] == "thread_name":
-                names[row] = re.sub(r" \(\d+\)$", "", str(event["args"]["name"]))
-            elif event["ph"] == "X":
-                start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-                if start >= 0 <= seconds:
-                    tracks[names.get(row, "")].append((start, start + seconds, str(event["name"])))
+                self._names[row] = re.sub(r" \(\d+\)$", "", str(event["args"]["name"]))
+            elif (times := _times(event)) is not None:
+                return _Span(self._names.get(row, ""), *times, str(event["name"]))
         except (KeyError, TypeError):  # an event of another program, or one that was written over
-            continue
-    return tracks
+            return None
+        return None
 
 
-def _thinned(spans: Sequence[Segment], end: float, limit: int = SEGMENTS) -> list[Segment]:
-    gap = end / limit
-    kept = sorted(spans)
-    while len(kept) > limit:
-        kept = merged(kept, gap)
-        gap *= 2
-    return [(round(start, 3), round(stop, 3), name) for start, stop, name in kept]
+def _extent(events: Iterable[Event]) -> _Extent:
+    extent = _Extent()
+    for start, event in _by_start(events):
+        times = _times(event)
+        if counted := _count(event):
+            extent.engines[counted.engine] = None
+            times = (counted.at, counted.at)
+        if times is not None:
+            extent.begin, extent.end = min(extent.begin, times[0]), max(extent.end, times[1])
+            extent.ends[start] = max(times[1], extent.ends.get(start, times[1]))
+    return extent
+
+
+def _by_start(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
+    """Each event with the number of the start of the run that wrote it: each names its process first."""
+    start = 0
+    for event in events:
+        start += event.get("ph") == "M" and event.get("name") == "process_name"
+        yield start, event
+
+
+def _times(event: Event) -> tuple[float, float] | None:
+    """Start and end of an event that is a span."""
+    if event.get("ph") != "X":
+        return None
+    start, seconds = number(event.get("ts")), number(event.get("dur"))
+    if start is None or seconds is None or start < 0 or seconds < 0:
+        return None
+    return start / 1e6, (start + seconds) / 1e6
+
+
+def _count(event: Event) -> _Count | None:
+    """What an event says that counts the rollouts of an engine."""
+    if event.get("ph") != "C" or not str(event.get("name")).endswith(ROLLOUTS):
+        return None
+    at, counted = number(event.get("ts")), event.get("args")
+    rollouts = number(counted.get("value")) if isinstance(counted, dict) else None
+    if at is None or at < 0 or rollouts is None:
+        return None
+    return _Count(at / 1e6, str(event["name"]).removesuffix(ROLLOUTS), rollouts)

@@ -1,4 +1,4 @@
-"""What people see of a run: the console, the run folder, wandb and the trace, behind one object."""
+"""What people see of a run: the console, the run folder, wandb, TensorBoard and the trace, behind one object."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from generator.rollout import Group
 from trainer.config import Config
 from trainer.watch.console import Console, ConsoleLogHandler
 from trainer.watch.lines import TABLE_COLUMNS, table_rows
-from trainer.watch.metrics import PushRecord, RunningTotals, evaluation_summary, step_metrics
+from trainer.watch.metrics import PushRecord, step_metrics
 from trainer.watch.run_folder import RunFolder, RunFolderError
+from trainer.watch.tensorboard_log import TensorBoardLog
+from trainer.watch.totals import RunningTotals, evaluation_summary
 from trainer.watch.trace import Trace
 from trainer.watch.wandb_log import FINISH_SECONDS, WandbLog
 from weight_sync.background import in_thread
@@ -26,7 +28,7 @@ __all__ = ["PushRecord", "RunFolderError", "Watch"]
 Status = Literal["done", "failed", "interrupted"]
 
 _ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed": (1, 10.0), "interrupted": (130, 5.0)}
-"""By status: wandb's exit code, and seconds that it, and then the report, may take. An interrupted run has to hurry."""
+"""By status: wandb's exit code, and seconds that the report, and then wandb, may take. An interrupted run hurries."""
 
 
 class Watch:
@@ -69,6 +71,10 @@ class Watch:
         self._wandb = WandbLog(
             config.logger.wandb, self.run_dir, settings, lambda mode, why: self.source("wandb", mode, why)
         )
+        self._tensorboard: TensorBoardLog | None = None
+        if config.logger.tensorboard.enabled:
+            self._tensorboard = TensorBoardLog(self.run_dir, resume_step, settings)
+            self.source("tensorboard", str(self._tensorboard.folder), f"tensorboard --logdir {config.run_dir}")
 
     def source(self, kind: str, what: str, why: str = "") -> None:
         """Show where something came from: ``kind`` is ``model``, ``data``, ``hardware``, ..."""
@@ -145,6 +151,8 @@ class Watch:
             self.console.table(step, rows)
             table = (TABLE_COLUMNS, rows)
         self._wandb.step({"step": step, **full}, table)
+        if self._tensorboard is not None:
+            self._tensorboard.step(step, full, table)
         return full
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -152,6 +160,8 @@ class Watch:
         self._folder.append_evaluation(version, metrics)
         self.console.evaluation(version, metrics)
         self._wandb.step({"step": version, **metrics})
+        if self._tensorboard is not None:
+            self._tensorboard.step(version, metrics)
 
     def evaluated(self, version: int) -> bool:
         """Whether the version was evaluated, before a restart for example."""
@@ -195,9 +205,12 @@ class Watch:
         self._folder.write_summary(summary)
         self._folder.close()
         self.trace.close()
+        if self._tensorboard is not None:
+            self._tensorboard.finish(status)
         code, seconds = _ENDS[status]
+        report = self._write_report(seconds)
         self._wandb.finish(summary, exit_code=code, timeout=seconds)
-        self.console.close(summary, str(self.run_dir), self._write_report(seconds))
+        self.console.close(summary, str(self.run_dir), report)
         return summary
 
     def _write_report(self, seconds: float) -> str | None:

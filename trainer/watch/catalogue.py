@@ -132,6 +132,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens/cached", "tokens", "prompt tokens that engines found in their prefix caches"),
     Metric("tokens/surplus", "tokens", "tokens sampled behind a stop string before the request could be ended; cut"),
     Metric("timing/step_seconds", "seconds", "wall time since the previous step ended"),
+    Metric("timing/train_seconds", "seconds", "from the full batch to the end of the learner's step, without the push"),
     Metric("timing/<part>_seconds", "seconds", "one part of a step"),
     Metric("idle/learner_seconds", "seconds", "the learner waited for a batch"),
 )

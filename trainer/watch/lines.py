@@ -9,13 +9,16 @@ from typing import Any
 from rich.text import Text
 
 from generator.rollout import Group
-from trainer.watch.metrics import REWARD_WINDOW
+from trainer.watch.totals import REWARD_WINDOW
 
 # What chat templates put around a message (ChatML, Llama 3), which nobody wants to read four times a table.
 _TEMPLATE_MARKS = re.compile(r"<\|(?:im_start|start_header_id)\|>\w*|<\|\w+\|>")
 
 TABLE_COLUMNS = ("prompt", "completion", "reward", "advantage", "versions", "tokens", "finish")
-"""Columns of the table of completions, on the screen and in wandb."""
+"""Columns of the table of completions, on the screen, in wandb and in TensorBoard."""
+
+TABLE = "completions/table"
+"""The name of that table in wandb and in TensorBoard."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], width: int | None = None) -> Text:

@@ -6,7 +6,9 @@ Who writes: :mod:`trainer.watch.run_folder` and :mod:`trainer.watch.trace`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from array import array
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,47 @@ def read_rows(path: Path) -> Rows:
         else:
             rows[int(step)] = row
     return Rows({step: rows[step] for step in sorted(rows)}, broken)
+
+
+class Steps:
+    """What :func:`read_rows` reads, an object a step with ``step`` in it, read anew each time that it is gone through.
+
+    Where each step stands in the file is held, not its numbers: a long run has 100,000 steps of 200 numbers.
+    Steps that are written later are left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.broken = 0
+        """Lines that are no object with a step."""
+        places: dict[int, int] = {}
+        position = 0
+        for line in _lines(path):
+            if line.strip():
+                step = _step_of(line)
+                if step is None:
+                    self.broken += 1
+                else:
+                    places[step] = position  # of a step that was made again after a restart, the later line counts
+            position += len(line)
+        self._places = array("q", (places[step] for step in sorted(places)))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, row: object) -> bool:
+        return any(row == other for other in self)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        if not self._places:
+            return
+        with self._path.open("rb") as file:
+            for position in self._places:
+                file.seek(position)
+                row = json_object(file.readline().decode("utf-8", "replace").strip())
+                step = None if row is None else number(row.get("step"))
+                if row is not None and step is not None:
+                    yield {**row, "step": int(step)}
 
 
 def read_config(path: Path) -> DictConfig:
@@ -74,8 +117,31 @@ def json_object(text: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+_OURS = re.compile(rb'\{"step": (\d{1,15})[,}].*\}\s*', re.DOTALL)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line, told by its two ends where a run wrote it; ``None`` for a line that is no object with one."""
+    if ours := _OURS.fullmatch(line):
+        return int(ours[1])
+    row = json_object(line.decode("utf-8", "replace").strip())
+    step = None if row is None else number(row.get("step"))
+    return None if step is None else int(step)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError:
+        return
+
+
 def number(value: Any) -> float | None:
     """A finite number, or ``None`` for everything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if value - value == 0 else None
+    try:
+        return float(value) if value - value == 0 else None
+    except OverflowError:  # of an integer that no float holds
+        return None

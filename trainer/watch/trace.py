@@ -1,6 +1,6 @@
 """Chrome trace events: what ran when, for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
 
-Format: "Trace Event Format", the JSON object form with complete (``X``) and metadata (``M``) events.
+Format: "Trace Event Format", the JSON object form with complete (``X``), counter (``C``) and metadata (``M``) events.
 The file is valid JSON after every flush: new events overwrite the closing brackets and write them again.
 """
 
@@ -23,11 +23,16 @@ logger = logging.getLogger(__name__)
 TRACKS = ("engine", "push", "learner", "reward")
 """Tracks in the order in which they are shown; further ones follow in order of appearance."""
 
+ROLLOUTS = ": rollouts"
+"""Behind the name of an engine: the counter of the rollouts that it has."""
+
 _TAIL = b"\n]}\n"
 _FLUSH_EVENTS = 256
 _FLUSH_SECONDS = 5.0
 _REMEMBERED = 256  # intervals a row remembers to decide whether another one nests
 _ROWS_PER_TRACK = 1000
+_COUNTER_GAP = 0.5  # seconds between two events of a counter, unless it changes more slowly
+_COUNTER_EVENTS = 8000  # of all counters; after so many the gap doubles
 
 
 @dataclass(slots=True)
@@ -51,6 +56,14 @@ class _Row:
             or (start >= s - slack and end <= e + slack)
             for s, e in self.closed
         )
+
+
+@dataclass(slots=True)
+class _Counter:
+    """When a counter was written last, and what it has come to since: (Unix seconds, value)."""
+
+    written: float = 0.0
+    newest: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,8 @@ class Trace:
         self._open: dict[int, OpenSpan] = {}
         self.ended = 0
         """How many spans and intervals have ended: while that stays the same, nothing comes to its end."""
+        self._counters: dict[str, _Counter] = {}
+        self._counter_gap, self._counted = _COUNTER_GAP, 0
         self._written = self._dropped = self._next_thread = 0
         self._max_events = max_events
         self._flushed_at = time.monotonic()
@@ -115,6 +130,21 @@ class Trace:
             row = next((row for row in self._rows(track) if row.fits(start, end)), None) or self._new_row(track)
             self._complete(row, name, start, seconds, args)
 
+    def counter(self, name: str, value: float, at: float | None = None) -> None:
+        """Record what a quantity has come to, now or ``at`` a moment in Unix seconds: it stays so until the next call.
+
+        Of quick changes the last one is kept, and the longer a run, the fewer: a curve must not crowd out the spans.
+        """
+        at = time.time() if at is None else at
+        with self._lock:
+            counter = self._counters.setdefault(name, _Counter())
+            if at - counter.written < self._counter_gap:
+                counter.newest = (at, value)
+                return
+            self._write_newest(name, counter)
+            self._count(name, at, value)
+            counter.written = at
+
     def open_spans(self) -> list[OpenSpan]:
         """What is going on at this moment, in the order in which it began."""
         with self._lock:
@@ -130,6 +160,8 @@ class Trace:
         with self._lock:
             if self._file.closed:
                 return
+            for name, counter in self._counters.items():
+                self._write_newest(name, counter)
             if self._dropped:
                 self._max_events += 1
                 self._metadata("process_labels", 0, labels=f"{self._dropped} later events dropped")
@@ -159,6 +191,17 @@ class Trace:
         row.closed.append((start, start + seconds))
         event = {"ph": "X", "name": name, "tid": row.thread, "ts": self._ts(start), "dur": round(seconds * 1e6, 1)}
         self._emit({**event, "args": args})
+
+    def _write_newest(self, name: str, counter: _Counter) -> None:
+        if counter.newest is not None:
+            self._count(name, *counter.newest)
+            counter.newest = None
+
+    def _count(self, name: str, at: float, value: float) -> None:
+        self._counted += 1
+        if self._counted % _COUNTER_EVENTS == 0:
+            self._counter_gap *= 2
+        self._emit({"ph": "C", "name": name, "tid": 0, "ts": self._ts(at), "args": {"value": value}})
 
     def _metadata(self, kind: str, thread: int, **args: Any) -> None:
         self._emit({"ph": "M", "name": kind, "tid": thread, "ts": 0, "args": args})

@@ -8,9 +8,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from generator.rollout import FinishReason, Group, Prompt, Rollout, ScoredRollout, Segment
-from trainer.report.timeline import PHASES
+from trainer.watch.charts import PHASES
 from trainer.watch.run_folder import RunFolder
-from trainer.watch.trace import Trace
+from trainer.watch.trace import ROLLOUTS, Trace
 
 HOSTILE = "</script><script>alert(1)</script><!-- <b>&amp;\u2028"
 LETTERS = "abcdefgh <>/\n"
@@ -33,6 +33,8 @@ def write_run(path: Path, steps: int = 12, *, tokens: int = 40, groups: int = 2,
     folder.append_evaluation(steps, {"eval/reward_mean": 0.9, "eval/pass@1": 0.8})
     folder.write_summary({"status": "done", "steps": steps, "wall_seconds": 10.0 * steps, "tokens/trained": 960 + seed})
     folder.close()
+    trace.complete("evaluation", "evaluation of version 0", begin + 10, 4.0)
+    trace.complete("evaluation", f"evaluation of version {steps}", begin + 10 * steps, 8.0)
     trace.close()
     write_tokenizer(path / "export")
     return path
@@ -78,6 +80,9 @@ def trace_step(trace: Trace, step: int, now: float) -> None:
     """The spans of a step of ten seconds: two groups, the learner, a push with its phases, a reward."""
     trace.complete("engine", f"prompt {step}", now, 6.0, version=step)
     trace.complete("engine", f"prompt {step + 1}", now, 4.0, version=step)
+    for number, seconds in enumerate((6.0, 4.0)):
+        trace.counter(f"engine {number}{ROLLOUTS}", 8, now)
+        trace.counter(f"engine {number}{ROLLOUTS}", 0, now + seconds)
     trace.complete("reward", f"prompt {step}", now + 6, 0.5)
     trace.complete("learner", "wait for rollouts", now, 2.0)
     trace.complete("learner", f"step {step}", now + 2, 5.0)

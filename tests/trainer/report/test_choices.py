@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from trainer.report.rollouts import TOKENS, interesting, runs, spread, view
 from trainer.report.series import charts, columns, derived, rounded
-from trainer.report.timeline import merged, occupancy, pauses, timeline
 
 
 def row(versions=(0, 0), reward=0.0, finish="stop", ids=None, **more):
@@ -20,16 +17,29 @@ def test_a_long_run_keeps_means_largest_and_smallest_values():
     rows = [{"step": step, "reward/mean": float(step), "reward/max": float(step), "reward/min": float(step)}
             for step in range(1, 1001)]  # fmt: skip
     kept = columns(rows, points=400)
-    assert len(kept["step"]) == 334
-    assert kept["step"][:2] == [3, 6]
-    assert kept["reward/mean"][:2] == [2, 5]
-    assert kept["reward/max"][:2] == [3, 6]
-    assert kept["reward/min"][:2] == [1, 4]
+    assert len(kept.values["step"]) == 334
+    assert kept.values["step"][:2] == [3, 6]
+    assert kept.values["reward/mean"][:2] == [2, 5]
+    assert kept.values["reward/max"][:2] == [3, 6]
+    assert kept.values["reward/min"][:2] == [1, 4]
+
+
+def test_a_spike_of_one_step_in_a_long_run_is_not_lost_in_a_mean():
+    rows = [{"step": step, "push/pause_seconds": 30.0 if step == 500 else 1.0, "engines/serving": 2.0}
+            for step in range(1, 1001)]  # fmt: skip
+    kept = columns(rows, points=100)
+    place = kept.values["step"].index(500)
+    assert kept.values["push/pause_seconds"][place] == 3.9
+    lows, highs = kept.extremes["push/pause_seconds"]
+    assert (lows[place], highs[place]) == (1, 30)
+    assert (lows[0], highs[0]) == (1, 1)
+    assert set(kept.extremes) == {"push/pause_seconds"}, "what never changes has none"
+    assert columns(rows[:100], points=100).extremes == {}, "neither has a run whose steps are points of their own"
 
 
 def test_a_metric_that_some_steps_lack_has_gaps_and_one_that_is_no_number_is_no_column():
     kept = columns([{"step": 1, "policy/loss": 0.5, "x": "text"}, {"step": 2, "policy/loss": None, "x": True}])
-    assert kept == {"step": [1, 2], "policy/loss": [0.5, None]}
+    assert kept.values == {"step": [1, 2], "policy/loss": [0.5, None]}
 
 
 def test_the_rest_of_a_step_is_what_no_part_took_and_never_negative():
@@ -49,32 +59,6 @@ def test_parts_of_the_reward_and_ages_are_charts_without_being_named_one_by_one(
     assert shown["Parts of the reward"]["metrics"] == ["reward/exact"]
     assert shown["Mismatch by age (k3)"]["metrics"] == ["by_lag/0/k3_kl", "by_lag/2/k3_kl", "by_lag/10/k3_kl"]
     assert "Entropy" not in shown
-
-
-def test_how_many_spans_were_open_adds_up_to_their_seconds():
-    spans = [(1.0, 4.5, ""), (2.0, 3.0, ""), (9.9, 10.0, "")]
-    counts = occupancy(spans, 1.0, 10.0, bins=9)
-    assert counts[:4] == [1.0, 2.0, 1.0, 0.5]
-    assert sum(counts) == pytest.approx(3.5 + 1.0 + 0.1)
-
-
-def test_engines_are_paused_from_the_gate_of_a_push_to_its_resume():
-    phases = [(0, 1, "prepare"), (1, 2, "gate"), (2, 3, "transfer"), (3, 4, "resume"), (9, 10, "gate")]
-    assert pauses(phases) == [(1, 4, "paused")]
-
-
-def test_near_neighbours_of_one_kind_become_one_segment():
-    spans = [(0, 1, "step 1"), (1.1, 2, "step 2"), (1.0, 1.1, "wait"), (5, 6, "step 3")]
-    assert merged(spans, gap=0.5) == [(0, 2, "step 1 to 2"), (1.0, 1.1, "wait"), (5, 6, "step 3")]
-
-
-def test_a_timeline_of_a_long_run_has_a_bounded_number_of_segments():
-    events = [{"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "learner (2)"}}]
-    events += [{"ph": "X", "pid": 1, "tid": 1, "name": f"step {n}", "ts": n * 1e6, "dur": 9e5} for n in range(20_000)]
-    lanes = timeline(events)
-    assert len(lanes["learner"]) <= 3000
-    assert lanes["learner"][-1][1] == lanes["end"] == 19_999.9
-    assert timeline(events[:1]) is None
 
 
 def test_rollouts_of_several_versions_high_low_and_cut_ones_are_chosen_first():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tests.trainer.report.folders import HOSTILE, write_run
 from trainer.report import ReportError, write_report
 from trainer.report.__main__ import main
 from trainer.report.page import differing_settings, flat, short_names
+from trainer.report.series import columns
+from trainer.watch.read_folder import Steps
 
 
 class Page(HTMLParser):
@@ -84,10 +87,32 @@ def test_a_page_about_200_steps_is_small_and_keeps_every_step(tmp_path):
     assert Page(path).data["runs"][0]["columns"]["step"] == list(range(1, 201))
 
 
+def test_a_page_about_thousands_of_steps_is_small_and_made_without_holding_them(tmp_path):
+    run = write_run(tmp_path / "run", steps=2)
+    numbers = {f"by_lag/{lag}/{name}": 0.123456 for lag in range(8) for name in ("k3_kl", "entropy", "token_fraction")}
+    line = json.dumps(numbers | {"push/pause_seconds": 1.0, "reward/mean": 0.5, "fairness/hard_trained_share": 0.5})[1:]
+    with open(run / "metrics.jsonl", "w") as file:
+        for step in range(1, 6001):
+            file.write(f'{{"step": {step}, {line if step != 4000 else line.replace("1.0", "90.0")}\n')
+    tracemalloc.start()
+    steps = Steps(run / "metrics.jsonl")
+    kept = columns(steps)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(steps) == 6000
+    assert peak < 6_000_000, "the rows held together take more than 20 MB"
+    assert max(value for value in kept.extremes["push/pause_seconds"][1]) == 90
+    shown = Page(write_report([run])).data["runs"][0]
+    assert max(shown["extremes"]["push/pause_seconds"][1]) == 90
+    assert len(shown["columns"]["step"]) == 400
+    assert "fairness/hard_trained_share" not in shown["columns"], "what no chart draws is left out"
+    assert (run / "report.html").stat().st_size < 1_000_000
+
+
 def test_a_page_shows_every_part_of_a_run(run):
     shown = Page(write_report([run])).data
     assert {chart["group"].split(":")[0] for chart in shown["charts"]} == {
-        "Learning", "Responses", "Policy", "Mismatch", "Staleness", "Time"
+        "Learning", "Responses", "Policy", "Mismatch", "Staleness", "Losses", "Time"
     }  # fmt: skip
     one = shown["runs"][0]
     assert one["status"] == "done"
@@ -95,6 +120,10 @@ def test_a_page_shows_every_part_of_a_run(run):
     assert one["settings"]["steps"] == "12"
     assert "torch" in one["versions"]
     assert {rollout["step"] for rollout in one["rollouts"]} == {4, 8, 12}
+    lanes = one["timeline"]
+    assert [name for name, _ in lanes["engines"]] == ["engine 0", "engine 1"]
+    assert max(lanes["engines"][0][1]) == 8
+    assert [name for _, _, name in lanes["evaluations"]] == ["evaluation of version 0", "evaluation of version 12"]
 
 
 def test_every_explained_metric_has_its_words(run):

@@ -123,6 +123,31 @@ def test_threads_lose_no_event(tmp_path):
     assert len(by_name(tmp_path / "trace.json")) == 800
 
 
+def test_a_counter_keeps_its_last_value_of_quick_changes_and_the_moment_of_it(tmp_path):
+    trace = Trace(tmp_path / "trace.json")
+    begin = time.time()
+    for at, value in ((0.0, 8), (0.1, 7), (0.2, 0), (60.0, 8), (60.1, 3)):
+        trace.counter("engine 0", value, begin + at)
+    trace.close()
+    counted = events(tmp_path / "trace.json", "C")
+    first = counted[0]["ts"]
+    assert [(round((event["ts"] - first) / 1e6, 1), event["args"]["value"]) for event in counted] == [
+        (0.0, 8), (0.2, 0), (60.0, 8), (60.1, 3)
+    ]  # fmt: skip
+
+
+def test_counters_of_a_long_run_leave_room_for_its_spans(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.watch.trace._COUNTER_EVENTS", 100)
+    trace = Trace(tmp_path / "trace.json")
+    begin = time.time()
+    for second in range(10_000):
+        trace.counter("engine 0", second, begin + second)
+    trace.close()
+    counted = events(tmp_path / "trace.json", "C")
+    assert 800 < len(counted) < 1000, "each hundred covers twice the time of the hundred before"
+    assert counted[-1]["args"]["value"] == 9999
+
+
 def test_a_span_that_raises_is_recorded_and_frees_its_row(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     for name in ("first", "second"):
