@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,13 @@ from generator.task import DataError, ModelError
 from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch
 from trainer.checks import ConfigError
+from trainer.cluster import Cluster, check_resources
 from trainer.config import Config
 from trainer.dotted import DottedPathError
 from trainer.groups import KeptGroups
 from trainer.inputs import Inputs, load_inputs
 from trainer.leave import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainer.placement import check_resources, device_kind
+from trainer.placement import device_kind
 from trainer.ray_session import RaySession
 from trainer.signals import interrupts
 from trainer.state import (
@@ -73,9 +73,9 @@ def run(config: Config, ray_session: RaySession) -> int:
     watch.source("hardware", f"{device_kind(config)}, {inputs.model.dtype}", f"hardware={config.hardware}")
     try:
         watch.waiting("starting Ray")
-        resources = ray_session.wait()
-        check_resources(config, resources)
-        return asyncio.run(supervise(config, inputs, watch, checkpoint, state, kept, resources))
+        cluster = ray_session.wait()
+        check_resources(config, cluster)
+        return asyncio.run(supervise(config, inputs, watch, checkpoint, state, kept, cluster))
     except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -94,7 +94,7 @@ async def supervise(
     checkpoint: Path | None,
     state: RunState | None,
     kept: KeptGroups,
-    resources: Mapping[str, float],
+    cluster: Cluster,
 ) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
     from trainer.assembly import assemble
@@ -104,7 +104,7 @@ async def supervise(
     assert task is not None
     with interrupts(task):
         try:
-            async with assemble(config, inputs, watch, state.step if state else 0, resources) as parts:
+            async with assemble(config, inputs, watch, state.step if state else 0, cluster) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     # What it refuses must not cost the checkpoints that are left below.
