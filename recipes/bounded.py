@@ -17,6 +17,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""A fork makes the threads of numpy anew, and on a machine of many cores their stacks alone take what memory it has."""
 PROGRAM = Path(__file__).with_name("bounded_process.py")
 
 
@@ -29,7 +31,7 @@ class CallFailedError(Exception):
 
 
 class BoundedCalls:
-    """Calls ``target`` (``package.module:function``) in another process; arguments and results are what JSON holds.
+    """Calls functions of ``module`` in another process; arguments and results are what JSON holds.
 
     A call may take ``seconds`` of processor time, ten times that of wall time, and ``memory_mib`` more memory than the
     process has without it. The process imports the module once and forks; the fork makes the calls, and where one is
@@ -39,28 +41,25 @@ class BoundedCalls:
     do waits for the next call, and ends with the process that started it. Nothing starts before the first call.
     """
 
-    def __init__(self, target: str, *, seconds: float = 3.0, memory_mib: int = 1024) -> None:
-        self._command = [sys.executable, "-P", str(PROGRAM), target, str(seconds), str(memory_mib)]
+    def __init__(self, module: str, *, seconds: float = 3.0, memory_mib: int = 1024) -> None:
+        self._command = [sys.executable, "-P", str(PROGRAM), module, str(memory_mib)]
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._owner = os.getpid()
 
-    def __call__(self, *arguments: Any) -> Any:
-        """The result of the call. Raises :class:`CallCutError` or :class:`CallFailedError`."""
+    def __call__(self, function: str, *arguments: Any, seconds: float | None = None) -> Any:
+        """What the module's ``function`` returns; ``seconds`` replaces those of all calls for this one.
+
+        Raises :class:`CallCutError` or :class:`CallFailedError`.
+        """
         process = self._take()
         try:
-            return process.ask(arguments)
+            return process.ask(function, arguments, self._seconds if seconds is None else seconds)
         finally:
             if process.usable:
                 with self._lock:
                     self._idle.append(process)
-
-    def close(self) -> None:
-        """End the processes that have nothing to do. The next call starts one again."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.end()
 
     def _take(self) -> _Process:
         with self._lock:
@@ -87,7 +86,7 @@ class _Process:
             stderr=subprocess.DEVNULL,
             # The same modules are found there. Sets of strings have the same order each time: what is generated from a
             # seed is then the same in every process.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"},
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C is for the run, which may still want answers
         )
         self._number = 0
@@ -98,9 +97,9 @@ class _Process:
     def lives(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, arguments: tuple[Any, ...]) -> Any:
+    def ask(self, function: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         self._number += 1
-        request = json.dumps([self._number, arguments]).encode()
+        request = json.dumps([self._number, function, arguments, seconds]).encode()
         self.usable = False
         try:
             assert self._process.stdin is not None
@@ -115,14 +114,6 @@ class _Process:
         if "raised" in answer:
             raise CallFailedError(answer["raised"])
         return answer["value"]
-
-    def end(self) -> None:
-        """Without requests it ends by itself."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
 
     def _answered(self, kinds: set[str]) -> dict[str, Any]:
         """The next answer of one of ``kinds`` that belongs to the last request, or to none."""

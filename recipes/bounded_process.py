@@ -1,8 +1,8 @@
-"""The process behind :mod:`recipes.bounded`: a program that imports a function, forks, and calls it in the fork.
+"""The process behind :mod:`recipes.bounded`: a program that imports a module, forks, and calls its functions there.
 
-``python bounded_process.py package.module:function SECONDS MEBIBYTES``. Requests come on standard input, each a length
-of four bytes and JSON ``[number, arguments]``; answers go to standard output as JSON lines. The process that imported
-never calls, so nothing that a call does to it is lost when the operating system ends the fork.
+``python bounded_process.py MODULE MEBIBYTES``. Requests come on standard input, each a length of four bytes and JSON
+``[number, function, arguments, seconds]``; answers go to standard output as JSON lines. The process that imported never
+calls, so nothing that a call does to it is lost when the operating system ends the fork.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 WALL_FACTOR = 10
 """Wall time that a call may take, in its processor time: the machine does other things too, and a call may wait."""
 CAUSES: dict[int, str] = {
-    signal.SIGPROF: "took more than {seconds:g} s of processor time",
-    signal.SIGALRM: "took more than {wall:g} s",
+    signal.SIGPROF: "took more processor time than it may",
+    signal.SIGALRM: "took more time than it may",
     signal.SIGKILL: "was killed, as by a machine without memory",
 }
 
 
-def main(target: str, seconds: float, memory_mib: int) -> None:
+def main(name: str, memory_mib: int) -> None:
     """Answer requests until there are no more."""
     requests, answers = _pipes()
     try:
-        module, _, name = target.partition(":")
-        function = getattr(importlib.import_module(module), name)
+        module = importlib.import_module(name)
     except BaseException as error:  # told to the one who asks: this process has no other way to say it
         _tell(answers, unusable=f"{type(error).__name__}: {error}")
         return
@@ -39,14 +38,13 @@ def main(target: str, seconds: float, memory_mib: int) -> None:
     while True:
         fork = os.fork()
         if fork == 0:
-            _serve(function, requests, answers, seconds, memory_mib << 20)
+            _serve(module, requests, answers, memory_mib << 20)
             os._exit(0)
         _, status = os.waitpid(fork, 0)
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
             return
-        cause = CAUSES.get(-code, f"ended its process with exit code {code}")
-        _tell(answers, cut=cause.format(seconds=seconds, wall=WALL_FACTOR * seconds))
+        _tell(answers, cut=CAUSES.get(-code, f"ended its process with exit code {code}"))
 
 
 def _pipes() -> tuple[int, int]:
@@ -58,25 +56,25 @@ def _pipes() -> tuple[int, int]:
     return requests, answers
 
 
-def _serve(function: Callable[..., Any], requests: int, answers: int, seconds: float, memory: int) -> None:
+def _serve(module: ModuleType, requests: int, answers: int, memory: int) -> None:
     _limit(memory)
     while (length := _read(requests, 4)) is not None:
         request = _read(requests, struct.unpack(">I", length)[0])
         if request is None:
             return
-        number, arguments = json.loads(request)
+        number, function, arguments, seconds = json.loads(request)
         # The default action of both signals ends the process, whatever instruction it is in.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * seconds)
-        answer = _answer(function, arguments)
+        answer = _answer(module, function, arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _tell(answers, number=number, **answer)
 
 
-def _answer(function: Callable[..., Any], arguments: list[Any]) -> dict[str, Any]:
+def _answer(module: ModuleType, function: str, arguments: list[Any]) -> dict[str, Any]:
     try:
-        value = function(*arguments)
+        value = getattr(module, function)(*arguments)
         json.dumps(value)
         return {"value": value}
     except MemoryError:
@@ -114,4 +112,4 @@ def _tell(answers: int, **answer: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -68,5 +68,6 @@ def within(seconds: float, load: Callable[[], Any]) -> Any:
     if isinstance(outcome[0], DataError):
         raise outcome[0]
     if isinstance(outcome[0], Exception):
-        raise HubError(f"fetching it failed: {outcome[0]}") from outcome[0]
+        said = " ".join(str(outcome[0]).split())  # the hub's own words run over several lines
+        raise HubError(f"fetching it failed: {said:.300}") from outcome[0]
     return outcome[0]

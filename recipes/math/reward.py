@@ -9,7 +9,7 @@ from recipes.bounded import BoundedCalls, CallCutError
 
 BOX = re.compile(r"\\boxed\s*\{")
 
-_judge = BoundedCalls("recipes.math.judge:judge")
+library = BoundedCalls("recipes.math.judge")
 
 
 def math_verify(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
@@ -39,7 +39,7 @@ def boxed(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
 
 def _judged(completion: str, reference: str, needed: tuple[str, ...]) -> float | None:
     try:
-        judgement = _judge(reference, completion)
+        judgement = library("judge", reference, completion)
     except CallCutError:
         return None
     return float(all(judgement[name] for name in needed))

@@ -9,7 +9,7 @@ from typing import Any
 
 from generator.task import DataError
 from recipes.files import Located, read_rows
-from recipes.hub import HubError, read_from_hub
+from recipes.hub import read_from_hub
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"
 """MATH, with the columns ``problem`` and ``solution``."""
@@ -85,32 +85,36 @@ def read_file(path: str, columns: Columns, key: str = "data.path") -> list[dict[
 
 
 def read_hub(
-    hub_id: str, subset: str | None, splits: tuple[str, str], columns: Columns, reachable: Callable[[], bool]
+    hub_id: str, subset: str | None, splits: tuple[str, str | None], columns: Columns, reachable: Callable[[], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     """Training rows, held-out rows, and whether they were "cached" or "fetched".
 
-    ``splits`` names the two; without the second one nothing is held out. Raises :class:`HubError` when the data set can
-    not be had, and :class:`DataError` when it has no such subset or split, or a row cannot be used.
+    ``splits`` names the two; ``None`` is "test", if there is one. Raises :class:`recipes.hub.HubError` when the data
+    set cannot be had, and :class:`DataError` when it has no such subset or split, or a row cannot be used.
     """
 
     def read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         from datasets import load_dataset  # imported only when there is something to read: it takes seconds
+        from datasets.exceptions import DatasetsError
 
         try:
             found = load_dataset(str(folder), name=subset)
-        except ValueError as error:  # no such subset, or no data files that it knows
-            raise DataError(
-                f"the hub data set {hub_id} (data.options.subset={subset}) cannot be read: {error}"
-            ) from error
-        train, held_out = splits
-        if train not in found:
-            raise DataError(f"the hub data set {hub_id} has no split {train!r}; there are {', '.join(found)}")
-        rows = [
-            _checked(((row, f"{hub_id} {split} row {number}") for number, row in enumerate(found[split], 1)), columns)
-            for split in (train, held_out)
-            if split in found
-        ]
-        return rows[0], rows[1] if len(rows) > 1 else []
+        except FileNotFoundError:  # no data files: not those that are wanted are in the cache
+            raise
+        except (ValueError, DatasetsError) as error:  # no such subset, or files that are no data
+            which = f"{hub_id} (data.options.subset={subset})" if subset else hub_id
+            said = " ".join(str(error).split())
+            raise DataError(f"the hub data set {which} cannot be read: {said:.300}") from error
+        for split in splits:
+            if split is not None and split not in found:
+                raise DataError(f"the hub data set {hub_id} has no split {split!r}; there are {', '.join(found)}")
+
+        def rows(split: str) -> list[dict[str, Any]]:
+            located = ((row, f"{hub_id} {split} row {number}") for number, row in enumerate(found[split], 1))
+            return _checked(located, columns)
+
+        train, held_out = splits[0], splits[1] or "test"
+        return rows(train), rows(held_out) if held_out in found else []
 
     (train, held_out), how = read_from_hub(hub_id, FILES, read, reachable, FETCH_SECONDS)
     return train, held_out, how
@@ -118,6 +122,3 @@ def read_hub(
 
 def _checked(rows: Iterable[Located], columns: Columns) -> list[dict[str, Any]]:
     return [columns.row(row, where) for row, where in rows]
-
-
-__all__ = ["HUB_ID", "Columns", "HubError", "last_boxed", "read_file", "read_hub", "reference_answer"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from generator.task import DataError, Messages, TaskContext, TaskData
+from recipes.bounded import CallFailedError
 from recipes.hub import HubError
+from recipes.math import reward
 from recipes.math.problems import Difficulty, generate
 from recipes.math.source import HUB_ID, Columns, read_file, read_hub
 
@@ -31,7 +32,6 @@ SOURCES = ("auto", "hub", "generated")
 STYLES = ("auto", "reason", "short")
 OWN = ("source", "hub_id", "subset", "split", "eval_split", "problem", "answer", "prompt")
 OPTIONS = (*OWN, *(field.name for field in fields(Difficulty)))
-NEEDED = ("math_verify", "latex2sympy2_extended", "antlr4", "sympy")
 
 
 class Math:
@@ -52,7 +52,7 @@ class Math:
 
         Raises :class:`DataError` for data or an option that cannot be used, and where math-verify is not installed.
         """
-        _check_installed()
+        _check_library()
         _check_options(context.options)
         data = self._load(context)
         style = context.options.get("prompt", "auto")
@@ -91,7 +91,7 @@ class Math:
         hub_id, source = options.get("hub_id"), options.get("source", "auto")
         if not hub_id and source == "generated":
             return self._generate(context, "data.options.source is generated; hub_id takes a data set of the hub")
-        splits = (options.get("split", "train"), options.get("eval_split", "test"))
+        splits = (options.get("split", "train"), options.get("eval_split"))
         try:
             train, test, how = read_hub(hub_id or HUB_ID, options.get("subset"), splits, columns, context.hub_reachable)
         except HubError as error:
@@ -111,12 +111,17 @@ class Math:
         return TaskData(train, f"{len(train)} generated problems ({shape})", reason, held_out)
 
 
-def _check_installed() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+def _check_library() -> None:
+    """Judge once: what is missing is found before anything is started, and the first reward need not wait."""
+    try:
+        (judged,) = reward.math_verify([""], [r"\boxed{0.5}"], answer=[r"\frac{1}{2}"])
+        wrong = "" if judged == 1.0 else r"it does not take 0.5 for \frac{1}{2}"
+    except CallFailedError as error:
+        wrong = str(error)
+    if wrong:
         raise DataError(
-            f"this recipe needs the library math-verify, and the module {missing[0]} is not installed: "
-            "`pip install 'math-verify[antlr4_9_3]'` (the extra `tasks` of midflight; `make setup` installs it)"
+            f"this recipe needs the library math-verify, which cannot be used: {wrong}; "
+            "`pip install 'math-verify[antlr4_9_3]==0.9.*'` (the extra `tasks` of midflight; `make setup` installs it)"
         )
 
 

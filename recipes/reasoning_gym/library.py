@@ -16,7 +16,6 @@ import random
 from typing import Any
 
 import numpy as np
-import reasoning_gym  # noqa: F401  # registers the tasks
 from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 

@@ -10,7 +10,8 @@ from recipes.bounded import BoundedCalls, CallCutError, CallFailedError
 
 TAGS = re.compile(r"<answer>.*?</answer>", re.DOTALL)
 
-_score = BoundedCalls("recipes.reasoning_gym.library:score")
+library = BoundedCalls("recipes.reasoning_gym.library", memory_mib=2048)
+"""Generates rows too: what it has imported and generated once it need not again."""
 
 
 def score(
@@ -25,7 +26,7 @@ def score(
     failure: CallFailedError | None = None
     for text, asked, of in zip(completions, question, origin, strict=True):
         try:
-            values.append(_score(of, asked, text))
+            values.append(library("score", of, asked, text))
         except CallCutError:
             values.append(None)
         except CallFailedError as error:

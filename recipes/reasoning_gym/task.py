@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from generator.task import DataError, Messages, TaskContext, TaskData
-from recipes.bounded import BoundedCalls, CallCutError, CallFailedError
+from recipes.bounded import CallCutError, CallFailedError
+from recipes.reasoning_gym import reward
 
 DEFAULT_TASK = "chain_sum"
 OPTIONS = ("task", "config", "easy", "train_rows", "eval_rows", "prompt")
@@ -80,17 +80,13 @@ class ReasoningGym:
 
 
 def _generate(*arguments: Any) -> dict[str, Any]:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise DataError(f"this recipe needs the library reasoning-gym, which is not installed: {INSTALL}")
-    library = BoundedCalls("recipes.reasoning_gym.library:generate", seconds=GENERATE_SECONDS, memory_mib=4096)
     try:
-        generated: dict[str, Any] = library(*arguments)
+        generated: dict[str, Any] = reward.library("generate", *arguments, seconds=GENERATE_SECONDS)
     except CallCutError as error:
         raise DataError(f"generating the rows {error}; lower data.options.train_rows, or make them easier") from error
     except CallFailedError as error:
-        raise DataError(f"the library reasoning-gym cannot be used: {error}; {INSTALL}") from error
-    finally:
-        library.close()
+        wrong = f"this recipe needs the library reasoning-gym, which cannot be used: {error}"
+        raise DataError(f"{wrong}; {INSTALL}") from error
     if "problem" in generated:
         raise DataError(generated["problem"])
     return generated

@@ -13,14 +13,13 @@ from recipes.bounded import BoundedCalls, CallCutError, CallFailedError
 @pytest.fixture(scope="module")
 def python():
     """Evaluates Python in another process, with half a second of processor time for each call."""
-    calls = BoundedCalls("builtins:eval", seconds=0.5, memory_mib=256)
-    yield calls
-    calls.close()
+    calls = BoundedCalls("builtins", seconds=0.5, memory_mib=256)
+    return lambda expression: calls("eval", expression)
 
 
 def test_a_call_returns_what_was_called_returns(python):
     assert python("[1 + 1, {'a': None}]") == [2, {"a": None}]
-    assert BoundedCalls("operator:add")("some \ud800 text, ", "more") == "some \ud800 text, more"
+    assert BoundedCalls("operator")("add", "some \ud800 text, ", "more") == "some \ud800 text, more"
 
 
 def test_what_is_raised_there_is_said_here_and_the_next_call_is_answered(python):
@@ -34,10 +33,10 @@ def test_what_is_raised_there_is_said_here_and_the_next_call_is_answered(python)
 @pytest.mark.parametrize(
     ("expression", "cause"),
     [
-        ("9 ** 9 ** 9 % 7", r"took more than 0\.5 s of processor time"),  # one instruction of the interpreter
+        ("9 ** 9 ** 9 % 7", "took more processor time than it may"),  # one instruction of the interpreter
         ("[None for _ in iter(int, 1)]", "took more"),
         ("len(bytearray(1 << 34))", "took more memory than it may"),
-        ("__import__('time').sleep(3600)", "took more than 5 s"),
+        ("__import__('time').sleep(3600)", "took more time than it may"),
         ("__import__('os').abort()", "exit code -6"),
         ("__import__('os')._exit(3)", "exit code 3"),
     ],
@@ -70,23 +69,28 @@ def test_several_threads_call_at_a_time_and_each_gets_its_own_answer(python):
         assert list(threads.map(python, map(str, range(40)))) == list(range(40))
 
 
-@pytest.mark.parametrize(
-    ("target", "cause"), [("no_such_module:f", "No module named 'no_such_module'"), ("math:sinus", "no attribute")]
-)
-def test_what_cannot_be_imported_is_named(target, cause):
-    with pytest.raises(CallFailedError, match=cause):
-        BoundedCalls(target)()
+def test_what_cannot_be_imported_or_called_is_named():
+    with pytest.raises(CallFailedError, match="No module named 'no_such_module'"):
+        BoundedCalls("no_such_module")("f")
+    with pytest.raises(CallFailedError, match="no attribute 'sinus'"):
+        BoundedCalls("math")("sinus", 0)
+
+
+def test_a_call_may_have_a_bound_of_its_own():
+    calls = BoundedCalls("time", seconds=60.0)
+    with pytest.raises(CallCutError, match="took more time than it may"):
+        calls("sleep", 3600, seconds=0.1)
 
 
 def test_strings_hash_the_same_in_every_process():
-    hashes = {BoundedCalls("builtins:hash")("a text") for _ in range(2)}
+    hashes = {BoundedCalls("builtins")("hash", "a text") for _ in range(2)}
     assert len(hashes) == 1
 
 
 def test_the_processes_end_with_the_one_that_started_them():
     program = (
-        "import os; from recipes.bounded import BoundedCalls; calls = BoundedCalls('os:getppid'); "
-        "print(calls(), flush=True); os._exit(0)"
+        "import os; from recipes.bounded import BoundedCalls; calls = BoundedCalls('os'); "
+        "print(calls('getppid'), flush=True); os._exit(0)"
     )
     root = Path(__file__).resolve().parents[2]
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=root)

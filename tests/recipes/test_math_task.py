@@ -3,7 +3,8 @@ import json
 import pytest
 
 from generator.task import DataError, TaskContext
-from recipes.math import Math, task
+from recipes.bounded import BoundedCalls
+from recipes.math import Math, reward
 from recipes.math.source import HUB_ID, last_boxed
 
 ROW = {"problem": "What is $1 + 1$?", "answer": "2"}
@@ -102,9 +103,9 @@ def test_a_data_set_of_the_hub_is_taken_from_the_cache_with_its_held_out_split(t
     assert (data.source, len(data.eval_rows)) == ("hub data set me/sums (3 rows)", 1)
     assert "cached" in data.reason
     assert len(Math().load(context(**asked, split="test", eval_split="validation")).eval_rows) == 2
-    assert list(Math().load(context(**asked, eval_split="none")).eval_rows) == []
-    with pytest.raises(DataError, match="no split 'training'; there are train"):
-        Math().load(context(**asked, split="training"))
+    for split in ("split", "eval_split"):
+        with pytest.raises(DataError, match="no split 'training'; there are train"):
+            Math().load(context(**asked, **{split: "training"}))
 
 
 def test_a_data_set_that_is_asked_for_by_name_is_never_replaced_by_another():
@@ -137,6 +138,6 @@ def test_generated_problems_are_shown_an_example_and_want_a_number_and_real_ones
 
 
 def test_without_the_library_the_recipe_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(task, "NEEDED", ("json", "a_library_that_is_not_there"))
-    with pytest.raises(DataError, match=r"a_library_that_is_not_there is not installed: `pip install 'math-verify"):
+    monkeypatch.setattr(reward, "library", BoundedCalls("a_library_that_is_not_there"))
+    with pytest.raises(DataError, match=r"No module named 'a_library_that_is_not_there'; `pip install 'math-verify"):
         Math().load(context(source="generated"))

@@ -3,7 +3,7 @@
 import pytest
 
 from generator.task import DataError, TaskContext
-from recipes.bounded import CallFailedError
+from recipes.bounded import BoundedCalls, CallFailedError
 from recipes.reasoning_gym import ReasoningGym, reward
 from recipes.reasoning_gym.task import EASY
 from trainer.data import PromptStream, build_prompts
@@ -36,15 +36,24 @@ def test_rows_are_different_and_held_out_ones_are_not_trained_on(sums):
     assert data.source == "12 rows of reasoning_gym's chain_sum (min_terms 2, max_terms 2, min_digits 1, max_digits 1)"
 
 
-def test_rows_depend_on_the_seed_alone_in_whichever_process(sums):
+@pytest.fixture(scope="module")
+def other_process():
+    return BoundedCalls("recipes.reasoning_gym.library", memory_mib=2048)
+
+
+def test_rows_depend_on_the_seed_alone_in_whichever_process(sums, other_process, monkeypatch):
+    monkeypatch.setattr(reward, "library", other_process)
     _, data = sums
     assert loaded(easy=True)[1] == data
     assert loaded(seed=1, easy=True)[1].rows != data.rows
 
 
 @pytest.mark.parametrize("name", ["list_functions", "pool_matrix", "word_ladder", "family_relationships"])
-def test_tasks_that_draw_from_more_than_their_own_generator_are_the_same_in_each_process_too(name):
+def test_tasks_that_draw_from_more_than_their_own_generator_are_the_same_in_each_process(
+    name, other_process, monkeypatch
+):
     _, data = loaded(task=name, train_rows=3, eval_rows=0)
+    monkeypatch.setattr(reward, "library", other_process)
     assert loaded(task=name, train_rows=3, eval_rows=0)[1] == data
     for row in data.rows:
         assert scores(row, f"<answer>{row['answer']}</answer>", "no") == [1.0, 0.0]
@@ -128,8 +137,8 @@ def test_the_easiest_configuration_can_be_changed_key_by_key(name):
 
 
 def test_without_the_library_the_recipe_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"reasoning-gym, which is not installed: `pip install reasoning-gym"):
+    monkeypatch.setattr(reward, "library", BoundedCalls("a_library_that_is_not_there"))
+    with pytest.raises(DataError, match=r"No module named 'a_library_that_is_not_there'; `pip install reasoning-gym"):
         loaded()
 
 
