@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 DIRECT = {
-    "cpu": [*PYPROJECT["project"]["dependencies"], *EXTRAS["cpu"], *EXTRAS["dev"], *EXTRAS["watch"]],
-    "gpu": [*PYPROJECT["project"]["dependencies"], *EXTRAS["gpu"], *EXTRAS["dev"], *EXTRAS["watch"]],
+    "cpu": [*PYPROJECT["project"]["dependencies"], *EXTRAS["cpu"], *EXTRAS["tasks"], *EXTRAS["watch"], *EXTRAS["dev"]],
+    "gpu": [*PYPROJECT["project"]["dependencies"], *EXTRAS["gpu"], *EXTRAS["tasks"], *EXTRAS["watch"], *EXTRAS["dev"]],
     "docs": EXTRAS["docs"],
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from generator.pool import EnginePool
 from generator.resume import Sampling
 from trainer.admission import Admission
 from trainer.best_checkpoint import record_best
+from trainer.cluster import Cluster, check_resources
 from trainer.collector import relax_collector
 from trainer.config import Config
 from trainer.conversation import TextCodec
@@ -21,7 +22,6 @@ from trainer.evaluation import Evaluations, Evaluator
 from trainer.evaluation_engine import EVALUATION, TRAINING, evaluation_pool, evaluation_pusher
 from trainer.inputs import Inputs
 from trainer.placement import (
-    check_resources,
     device_kind,
     engine_resources,
     engine_settings,
@@ -51,12 +51,11 @@ come before the step's own, which cannot."""
 
 @asynccontextmanager
 async def assemble(
-    config: Config, inputs: Inputs, watch: Watch, first_step: int, resources: Mapping[str, float]
+    config: Config, inputs: Inputs, watch: Watch, first_step: int, cluster: Cluster
 ) -> AsyncIterator[Parts]:
     """Start engines and learner, and yield the parts that the algorithm works with.
 
-    ``first_step`` is the number of steps made before, in the run that this one continues; ``resources`` is
-    what the cluster has.
+    ``first_step`` is the number of steps made before, in the run that this one continues.
     """
     engines = EnginePool(lambda number: make_engine(config, inputs, first_step, number), pool_settings(config))
     evaluation_engines = None
@@ -80,7 +79,7 @@ async def assemble(
             starting.create_task(learner.start())
         relax_collector()
         watch.waiting("connecting learner and engines, pushing the first version")
-        yield _parts(config, inputs, watch, engines, evaluation_engines, learner, resources)
+        yield _parts(config, inputs, watch, engines, evaluation_engines, learner, cluster)
 
 
 def make_engine(
@@ -228,7 +227,7 @@ def _parts(
     engines: EnginePool,
     evaluation_engines: EnginePool | None,
     learner: LearnerGroup,
-    resources: Mapping[str, float],
+    cluster: Cluster,
 ) -> Parts:
     from trainer.loop import Parts
 
@@ -274,6 +273,6 @@ def _parts(
         ),
         watch=watch,
         model_source=inputs.model.source,
-        check_resources=lambda changed: check_resources(changed, resources),
+        check_resources=lambda changed: check_resources(changed, cluster),
         running_limit=running_limit,
     )

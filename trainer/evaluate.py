@@ -97,8 +97,8 @@ def evaluating(target: Target) -> Target:
 def evaluate(target: Target, output: Path | None) -> int:
     """Evaluate, print the table, append the result; the exit code."""
     with RaySession(target.config) as ray_session, model_folder(target) as config:
+        from trainer.cluster import check_resources
         from trainer.inputs import load_inputs  # takes seconds: while Ray starts
-        from trainer.placement import check_resources
         from trainer.prepare import answered
 
         with answered():

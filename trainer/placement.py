@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 
 from generator.actor import Resources
@@ -279,36 +278,6 @@ def check_tensor_parallel(config: Config, model: ResolvedModel) -> None:
     raise ConfigError(
         f"`engine.tensor_parallel={workers}` cannot split the {what} of {model.source} evenly; use a divisor of them"
     )
-
-
-def check_resources(config: Config, available: Mapping[str, float]) -> None:
-    """Raise :class:`ConfigError` when there are fewer GPUs, or cores, than the configuration needs.
-
-    ``available`` are the resources of the Ray cluster. Without this check the start would wait for GPUs until its
-    deadline, and workers that share a core would wait for each other by spinning.
-    """
-    engine = config.engine
-    if device_kind(config) == "cpu":
-        workers = all_engines(config) * engine.tensor_parallel
-        if engine.tensor_parallel > 1 and engine.cpu_threads_bind == "auto" and workers > cpu_cores():
-            raise ConfigError(
-                f"`engine.count` x `engine.tensor_parallel` = {workers} workers need a core each, but there are "
-                f"{cpu_cores()}; on CPU more engines than cores are possible with `engine.tensor_parallel=1` only"
-            )
-        return
-    engines, ranks = all_engines(config) * engine.tensor_parallel, config.learner.ranks
-    there = int(available.get("GPU", 0))
-    if shares_gpu(config):
-        if there < 1:
-            raise ConfigError("`weight_sync.backend=ipc` needs a GPU, but none is there")
-        return
-    if engines + ranks > there:
-        one_more = "(`engine.count` + 1 for `evaluation.engine=dedicated`)"
-        count = one_more if has_evaluation_engine(config) else "`engine.count`"
-        raise ConfigError(
-            f"the run needs {engines + ranks} GPUs ({count} x `engine.tensor_parallel` = {engines}, and "
-            f"`learner.ranks` = {ranks}), but {there} are there"
-        )
 
 
 def engine_resources(config: Config) -> Resources:

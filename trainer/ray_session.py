@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +21,19 @@ END_SECONDS = 30.0
 """What Ray's processes may take to end; afterwards the end of this process ends them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the nodes of a Ray cluster have."""
+
+    node_gpus: tuple[int, ...] = ()
+    """GPUs of each node that lives."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(self.node_gpus)
+
+
 class RaySession:
     """Starts Ray in the background when entered and ends it when left.
 
@@ -29,7 +43,7 @@ class RaySession:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._resources: Future[dict[str, float]] = Future()
+        self._cluster: Future[Cluster] = Future()
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ray-session", daemon=True)
 
@@ -44,9 +58,9 @@ class RaySession:
         self._leave.set()
         self._thread.join(END_SECONDS)
 
-    def wait(self) -> dict[str, float]:
-        """Wait until Ray runs; the cluster's resources. Raises what Ray's start raised; Ray has deadlines for it."""
-        return self._resources.result()
+    def wait(self) -> Cluster:
+        """Wait until Ray runs; what its nodes have. Raises what Ray's start raised; Ray has deadlines for it."""
+        return self._cluster.result()
 
     def _serve(self) -> None:
         try:
@@ -56,15 +70,22 @@ class RaySession:
                 return
             _start(self._config)
             try:
-                self._resources.set_result(ray.cluster_resources())
+                self._cluster.set_result(_nodes())
                 self._leave.wait()
             finally:
                 ray.shutdown()
         except BaseException as error:
-            if self._resources.done():
+            if self._cluster.done():
                 logging.getLogger(__name__).warning("Ray did not end cleanly: %s", error)
             else:
-                self._resources.set_exception(error)
+                self._cluster.set_exception(error)
+
+
+def _nodes() -> Cluster:
+    import ray
+
+    living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return Cluster(tuple(int(resources.get("GPU", 0)) for resources in living))
 
 
 def _set_environment(config: Config) -> None:

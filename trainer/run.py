@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,10 @@ from generator.link import root_cause
 from trainer.best_checkpoint import record_best
 from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch
 from trainer.checks import ConfigError
+from trainer.cluster import Cluster, check_resources
 from trainer.config import Config
 from trainer.leave import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainer.placement import check_resources, device_kind
+from trainer.placement import device_kind
 from trainer.prepare import Prepared, prepare
 from trainer.ray_session import RaySession
 from trainer.signals import interrupts
@@ -64,9 +64,9 @@ def run(config: Config, ray_session: RaySession) -> int:
     watch.source("hardware", f"{device_kind(config)}, {inputs.model.dtype}", f"hardware={config.hardware}")
     try:
         watch.waiting("starting Ray")
-        resources = ray_session.wait()
-        check_resources(config, resources)
-        return asyncio.run(supervise(config, prepared, watch, resources))
+        cluster = ray_session.wait()
+        check_resources(config, cluster)
+        return asyncio.run(supervise(config, prepared, watch, cluster))
     except KeyboardInterrupt:
         watch.close("interrupted")
         return EXIT_INTERRUPTED
@@ -78,7 +78,7 @@ def run(config: Config, ray_session: RaySession) -> int:
         return EXIT_FAILED
 
 
-async def supervise(config: Config, prepared: Prepared, watch: Watch, resources: Mapping[str, float]) -> int:
+async def supervise(config: Config, prepared: Prepared, watch: Watch, cluster: Cluster) -> int:
     """Run the training task under the signal handlers; however it ends, write the summary and return the exit code."""
     from trainer.assembly import assemble
     from trainer.control import listening
@@ -88,7 +88,7 @@ async def supervise(config: Config, prepared: Prepared, watch: Watch, resources:
     assert task is not None
     with interrupts(task):
         try:
-            async with assemble(config, prepared.inputs, watch, state.step if state else 0, resources) as parts:
+            async with assemble(config, prepared.inputs, watch, state.step if state else 0, cluster) as parts:
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     # What it refuses must not cost the checkpoints that are left below.

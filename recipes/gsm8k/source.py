@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from generator.task import DataError
 from recipes.gsm8k.reward import MARK, marked_number
+from recipes.hub import read_from_hub
 
 HUB_ID = "openai/gsm8k"
 COLUMNS = ("question", "answer")
-FETCH_SECONDS = 120.0
-"""How long fetching the data set (3 MB) may take before the run goes on without it."""
-
-
-class HubError(Exception):
-    """The hub data set could not be read; the message says why, in a phrase."""
 
 
 def read_file(path: Path) -> list[dict[str, str]]:
@@ -71,26 +65,13 @@ def checked_row(row: Mapping[str, Any], where: str) -> dict[str, str]:
 def read_hub(reachable: Callable[[], bool]) -> tuple[list[dict[str, str]], list[dict[str, str]], str]:
     """Training rows, test rows, and whether they were "cached" or "fetched".
 
-    Looks into the hub's cache first, and asks ``reachable`` only if the data set is not there. Raises
-    :class:`HubError` when it is neither cached nor fetched within ``FETCH_SECONDS``.
+    Raises :class:`HubError` as :func:`recipes.hub.read_from_hub` does.
     """
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return *_load(local_only=True), "cached"
-    except (LocalEntryNotFoundError, FileNotFoundError):
-        pass
-    if not reachable():
-        raise HubError("the hub is not reachable and the data set is not cached")
-    return *_within(FETCH_SECONDS, lambda: _load(local_only=False)), "fetched"
+    (train, test), how = read_from_hub(HUB_ID, ["main/*.parquet"], _read_folder, reachable)
+    return train, test, how
 
 
-def _load(*, local_only: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    from huggingface_hub import snapshot_download
-
-    folder = Path(
-        snapshot_download(HUB_ID, repo_type="dataset", allow_patterns="main/*.parquet", local_files_only=local_only)
-    )
+def _read_folder(folder: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     from datasets import Dataset  # imported only when there is something to read: it takes seconds
 
     splits = []
@@ -101,25 +82,3 @@ def _load(*, local_only: bool) -> tuple[list[dict[str, str]], list[dict[str, str
         rows: Sequence[Any] = Dataset.from_parquet(files).to_list()
         splits.append([checked_row(row, f"{HUB_ID} {split} row {index}") for index, row in enumerate(rows, 1)])
     return splits[0], splits[1]
-
-
-def _within(seconds: float, load: Callable[[], Any]) -> Any:
-    """The result of ``load``, run in a daemon thread so that a connection that hangs cannot hang the run."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(load())
-        except Exception as error:  # reported below, on the thread that asked
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="fetch-gsm8k", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise HubError(f"fetching it took longer than {seconds:g} s")
-    if isinstance(outcome[0], DataError):
-        raise outcome[0]
-    if isinstance(outcome[0], Exception):
-        raise HubError(f"fetching it failed: {outcome[0]}") from outcome[0]
-    return outcome[0]

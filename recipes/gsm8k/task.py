@@ -9,7 +9,8 @@ from typing import Any
 
 from generator.task import DataError, Messages, TaskContext, TaskData
 from recipes.gsm8k.problems import Difficulty, generate
-from recipes.gsm8k.source import HUB_ID, HubError, read_file, read_hub
+from recipes.gsm8k.source import HUB_ID, read_file, read_hub
+from recipes.hub import HubError
 
 REASONING_INSTRUCTION = (
     "Solve the problem. Reason step by step, then write the final answer on a line of its own as #### <number>."

@@ -4,7 +4,6 @@ import pytest
 
 from generator.task import DataError, TaskContext
 from recipes.gsm8k import GSM8K
-from recipes.gsm8k import source as source_module
 
 ROW = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
 
@@ -96,15 +95,6 @@ def test_a_hub_that_answers_and_then_fails_leads_to_the_generator_with_the_cause
     data = GSM8K().load(context(reachable=lambda: True, train_rows=20, eval_rows=4))
     assert data.source.startswith("embedded generator")
     assert "fetching it failed" in data.reason
-
-
-def test_a_hub_that_hangs_is_given_up():
-    import threading
-
-    never = threading.Event()
-    with pytest.raises(source_module.HubError, match="took longer than"):
-        source_module._within(0.05, never.wait)
-    never.set()
 
 
 def test_the_hub_can_be_insisted_on_and_the_generator_can_be_chosen():

@@ -102,15 +102,6 @@ def test_the_engine_for_evaluations_has_cores_of_its_own(monkeypatch):
     assert {cores(number, for_evaluations=True) for number in range(2)} == {"4|5"}
 
 
-def test_more_workers_than_cores_are_refused_unless_their_cores_are_given(monkeypatch):
-    monkeypatch.setattr(placement, "core_numbers", lambda: [0, 1, 2])
-    config = tiny_config({"engine.count": 2, "engine.tensor_parallel": 2})
-    with pytest.raises(ConfigError, match=r"`engine.tensor_parallel` = 4 workers need a core each, but there are 3"):
-        placement.check_resources(config, {})
-    config.engine.cpu_threads_bind = "0|1"
-    placement.check_resources(config, {})
-
-
 @pytest.mark.parametrize(
     ("heads", "key_heads", "workers", "refused"),
     [
@@ -147,29 +138,9 @@ def test_an_engine_and_a_learner_that_share_a_gpu_reserve_it_together():
     assert placement.engine_resources(shared).gpus + placement.learner_gpus(shared) == 1
     environment = placement.engine_settings(shared, replace(MODEL, dtype="bfloat16"), 10).environment
     assert environment == {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    placement.check_resources(shared, {"GPU": 1.0})
-    with pytest.raises(ConfigError, match=r"`weight_sync\.backend=ipc` needs a GPU"):
-        placement.check_resources(shared, {})
     apart = tiny_config({}, "gpu")
     assert (placement.engine_resources(apart).gpus, placement.learner_gpus(apart)) == (1, 1)
     assert placement.learner_gpus(tiny_config()) == 0
-
-
-def test_more_gpus_than_there_are_is_a_configuration_error_that_adds_them_up():
-    gpu = tiny_config({"engine.count": 2, "learner.ranks": 2}, "gpu")
-    placement.check_resources(gpu, {"GPU": 4.0})
-    with pytest.raises(ConfigError, match=r"needs 4 GPUs .* 1 are there"):
-        placement.check_resources(gpu, {"GPU": 1.0})
-    placement.check_resources(tiny_config(), {})
-
-
-def test_an_engine_for_evaluations_alone_is_one_more_to_place():
-    dedicated = {"evaluation.engine": "dedicated", "engine.tensor_parallel": 2}
-    placement.check_resources(tiny_config(dedicated, "gpu"), {"GPU": 3.0})
-    evaluated = tiny_config({**dedicated, "evaluation.every": 5}, "gpu")
-    placement.check_resources(evaluated, {"GPU": 5.0})
-    with pytest.raises(ConfigError, match=r"needs 5 GPUs .*`engine\.count` \+ 1 for `evaluation\.engine=dedicated`"):
-        placement.check_resources(evaluated, {"GPU": 4.0})
 
 
 @pytest.mark.parametrize(("hardware", "expected"), [("cpu", "gloo"), ("gpu", "nccl_delta")])
