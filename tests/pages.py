@@ -13,6 +13,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?$")
 INLINE = re.compile(r"(?<!`)`((?:\.venv/bin/)?python -m [^`]+|make [^`]+|\.ci/run|scripts/\w+)`(?!`)")
 """Commands in running text: they stand alone between backticks."""
+TUTORIAL = (ROOT / "docs" / "your-own-task.md", "In ten minutes")
+"""A page and its section whose files and commands tests/test_tutorial.py takes."""
 
 
 @dataclass(frozen=True, slots=True)

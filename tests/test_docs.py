@@ -27,10 +27,19 @@ def test_a_page_names_only_keys_that_exist(page):
     assert not {name for name in names(page) if name not in known and not name.startswith("data.options.")}
 
 
-def test_relative_links_lead_somewhere():
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as they are made on the web."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_relative_links_lead_to_a_file_and_a_heading_in_it():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, ROOT, Command, all_commands, blocks
+from tests.pages import PAGES, ROOT, TUTORIAL, Command, all_commands, blocks
 from trainer.checks import all_keys
 from trainer.compose import check_flags, compose_config, jobs, prepared, split
 from trainer.conditions import read_conditions
@@ -37,9 +37,6 @@ NOT_RUN = {
     "lock": "asks a package index for every package",
 }
 """Targets that no test can run, and why."""
-
-TUTORIAL = (ROOT / "docs" / "your-own-task.md", "In ten minutes")
-"""Its commands are run by tests/test_tutorial.py."""
 
 NEEDS_MORE = re.compile(r"^needs (\d+ GPUs|a GPU|a cluster|a model hub)\b")
 PLACEHOLDER = re.compile(r"[A-Z_]+(=[A-Z_]+)?|\.\.\.|…|recipe=(NAME|…)")

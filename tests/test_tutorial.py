@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, blocks, commands
-from tests.test_docs_commands import TUTORIAL
+from tests.pages import ROOT, TUTORIAL, blocks, commands
 
 PAGE, SECTION = TUTORIAL
 BLOCKS = [block for block in blocks(PAGE) if block.section == SECTION]
