@@ -50,12 +50,14 @@ class Tab:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def open(self, page: Path, *, width: int, height: int = 800, dark: bool = False, mobile: bool = False) -> None:
-        """Show a file in a window of that many CSS pixels, and wait until it has been drawn."""
+    def open(
+        self, page: Path | str, *, width: int, height: int = 800, dark: bool = False, mobile: bool = False
+    ) -> None:
+        """Show a file, or an address, in a window of that many CSS pixels, and wait until it has been drawn."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.absolute().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         loaded = "document.readyState === 'complete' ? done() : addEventListener('load', done)"
         frames = "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(yes)))"
         self.evaluate(f"new Promise((yes) => {{ const done = () => {frames}; {loaded} }})")

@@ -32,9 +32,14 @@ def configuration_page() -> str:
         "",
         "| key | default | meaning |",
         "|---|---|---|",
-        *(f"| `{key}` | {default} | {text} |" for key, default, text in rows(Config, "", field_comments())),
+        *(f"| `{key}` | {default} | {cell(text)} |" for key, default, text in rows(Config, "", field_comments())),
     ]
     return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    """A text that stays in one cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def metrics_page() -> str:
