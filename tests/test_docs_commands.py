@@ -21,7 +21,8 @@ from trainer.control import CHANGEABLE
 RUN_BY = {
     "trainer.check": "tests/trainer/test_check.py::test_the_conditions_of_the_recipe_are_taken_when_none_is_given",
     "trainer.control": "tests/trainer/test_control.py::test_a_folder_in_which_no_run_listens_is_told_in_one_line",
-    "trainer.dashboard": "tests/trainer/test_dashboard.py::test_the_command_writes_what_would_be_sent_without_an_account",
+    "trainer.dashboard": "tests/trainer/test_dashboard.py::"
+    "test_the_command_writes_what_would_be_sent_without_an_account",
     "trainer.doctor": "tests/trainer/test_doctor.py::test_this_machine_has_python_packages_and_loopback",
     "trainer.evaluate": "tests/trainer/test_command.py::"
     "test_its_checkpoint_is_evaluated_as_the_run_evaluated_it_with_nothing_but_the_run_folder",
@@ -48,7 +49,7 @@ SHELL = {
     (".ci/run",),
     ("scripts/setup",),
     ("scripts/lock",),
-    ("tensorboard", "--logdir", "outputs"),
+    ("tensorboard", "--logdir", "outputs"),  # its files are read in tests/trainer/watch/test_tensorboard_log.py
 }
 
 COMMANDS = [command for page in PAGES for command in all_commands(page)]
