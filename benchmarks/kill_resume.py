@@ -8,7 +8,8 @@ middle of a checkpoint. After each kill the same command continues it; the last 
 that it made exactly the planned steps, that each prompt was learned from exactly once, and that the totals of
 ``summary.json`` agree with each other and, token by token, with the rollouts that were written.
 
-The exit code is 1 when anything differs.
+The report is written after each run, and a start with the same file goes on behind the last one. The exit code is 1
+when anything differs.
 """
 
 from __future__ import annotations
@@ -125,24 +126,40 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one run")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    runs = []
-    for number in range(1 if arguments.quick else arguments.runs):
+    asked = {"seed": arguments.seed, "kills_of_a_run": arguments.kills}
+    runs = _made_before(arguments.json, asked)
+    for number in range(len(runs), 1 if arguments.quick else arguments.runs):
         dice = random.Random(f"{arguments.seed}/{number}")
         with tempfile.TemporaryDirectory() as folder:
             runs.append(killed_run(Path(folder), arguments.kills, dice))
         last = runs[-1]
         print(f"run {number}: killed after {last['killed_after_steps']} steps; {last['faults'] or 'exact'}", flush=True)
+        write_json(arguments.json, _report(runs) | asked)
+    report = _report(runs)
+    print(f"{report['kills']} kills of {len(runs)} runs; {len(runs) - report['wrong']} runs exact")
+    return int(report["wrong"])
+
+
+def _made_before(path: Path | None, asked: dict[str, int]) -> list[dict[str, Any]]:
+    """The runs of a report with the same seed and kills that was broken off."""
+    if path is None or not path.exists():
+        return []
+    report = json.loads(path.read_text())
+    if any(report.get(name) != value for name, value in asked.items()):
+        raise SystemExit(f"{path} holds runs of another --seed or --kills; name another file")
+    return list(report["runs"])
+
+
+def _report(runs: list[dict[str, Any]]) -> dict[str, Any]:
     wrong = sum(bool(run["faults"]) for run in runs)
-    report = {
+    return {
         "machine": machine(),
         "kills": sum(len(run["killed_after_steps"]) for run in runs),
         "resumed": len(runs),
         "accounting_exact": wrong == 0,
+        "wrong": wrong,
         "runs": runs,
     }
-    print(f"{report['kills']} kills of {len(runs)} runs; {len(runs) - wrong} runs exact")
-    write_json(arguments.json, report)
-    return wrong
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from trainer.wording import one_line
 
 ANSWER_SECONDS = 5.0
 """In which a cluster's port must answer."""
+TRIES = 4
+"""To start Ray on this machine."""
 END_SECONDS = 30.0
 """What Ray's processes may take to end; afterwards the end of this process ends them."""
 
@@ -114,15 +116,16 @@ def _start(config: Config) -> None:
     if config.ray.address is not None:
         return _join(config.ray.address)
     where: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}
-    try:
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
-    except Exception as error:
-        if "timed out during startup" not in str(error):
-            raise
-        # Ray gives a node 30 seconds, which a busy machine can exceed; what it has read once it reads faster.
-        logging.getLogger(__name__).warning("Ray did not start within 30 s: the machine is busy; trying once more")
-        ray.shutdown()
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+    for tries_left in reversed(range(TRIES)):
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or not tries_left:
+                raise
+            # Ray gives a node 30 seconds, which a busy machine can exceed; what it has read once it reads faster.
+            logging.getLogger(__name__).warning("Ray did not start within 30 s: the machine is busy; trying again")
+            ray.shutdown()
 
 
 def _join(address: str) -> None:
