@@ -91,4 +91,4 @@ def test_pages_show_on_a_desktop_and_on_a_phone_and_ask_no_other_host(tab, addre
         assert tab.evaluate(OVERFLOW) == 0, page
         assert tab.evaluate(DRAWINGS), page
         assert tab.problems == [], page
-        assert {request.split("/")[2] for request in tab.requests if "//" in request} == {address.split("/")[2]}, page
+        assert not [one for one in tab.requests if one.startswith("http") and not one.startswith(address)], page
