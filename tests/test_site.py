@@ -21,6 +21,11 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 DRAWINGS = "[...document.querySelectorAll('article img')].every((one) => one.complete && one.naturalWidth > 0)"
 
 
+def test_a_warning_of_the_build_fails_it():
+    (build,) = re.findall(r"^\t.*mkdocs build(.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert build.split() == ["--strict"], "with --quiet mkdocs counts no warning"
+
+
 @BUILT
 def test_every_page_is_in_the_site():
     for page in PAGES:
