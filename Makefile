@@ -46,10 +46,11 @@ format: setup
 	ruff check --fix
 	ruff format
 
-# Thirty small packages of their own: nothing of what trains is needed to build the pages.
+# Thirty small packages of their own: nothing of what trains is needed to build the pages. Not --quiet: mkdocs counts no
+# warning then, and --strict lets everything pass.
 DOCS_PYTHON = $(firstword $(foreach p,$(MIDFLIGHT_PYTHON) python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 docs: $(DOCS_VENV)/stamp
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 $(DOCS_VENV)/stamp: requirements/docs.lock
 	$(DOCS_PYTHON) -m venv --clear $(DOCS_VENV)

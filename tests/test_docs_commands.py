@@ -162,7 +162,7 @@ def test_the_docs_have_commands_of_every_kind() -> None:
         ("make trian", "no target"),
         ("python -m trainer recipe=gsm8k", "no such recipe"),
         ("python -m trainer recipe=ci_tiny weight_sync.backend=nccl", "needs GPUs"),
-        ("python -m trainer.check RUN_DIR 'last(\"mismatch/kll\") > 1'", "no metric"),
+        ("python -m trainer.check RUN_DIR 'last(\"policy/entropyy\") > 1'", "no metric"),
         ("python -m trainer.control RUN_DIR steps=3", "steps"),
         ("python -m trainer.report RUN_DIR --outptu FILE", "no --outptu"),
         ("python -m benchmarks.nothing", "no module"),
