@@ -44,6 +44,16 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def sections(schema: type = Config, prefix: str = "") -> dict[str, str]:
+    """The dotted key of every group of keys, by the name of its class."""
+    found = {}
+    for item in dataclasses.fields(schema):
+        factory: Any = item.default_factory
+        if isinstance(factory, type) and dataclasses.is_dataclass(factory):
+            found |= {factory.__name__: prefix + item.name, **sections(factory, f"{prefix}{item.name}.")}
+    return found
+
+
 def check(config: Config) -> None:
     """Raise :class:`ConfigError` for the first value or combination that cannot work."""
     for key, value in leaves(config):

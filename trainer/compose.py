@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
@@ -50,6 +50,8 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     return [*overrides, *flags]
 
 
+DEEPEST = 100
+"""Brackets in brackets of a value."""
 MOST_JOBS = 10_000
 """Of a sweep. What asks for more is a slip, and would be listed for minutes before the first one starts."""
 MOST_CHECKED = 50
@@ -167,6 +169,8 @@ def jobs(overrides: Sequence[str], sweeps: bool = True) -> Iterator[list[str]]:
 
 def parse(override: str) -> Override:
     """One override, read. Raises :class:`ConfigError`."""
+    if _depth(override) > DEEPEST:  # Hydra's parser takes seconds to give up
+        raise ConfigError(f"`{clipped(override)}`: the value is nested too deeply")
     try:
         return OverridesParser.create().parse_overrides([override])[0]
     except RecursionError as error:
@@ -175,6 +179,12 @@ def parse(override: str) -> Override:
         raise ConfigError(explain(error)) from error
     except Exception as error:  # a number with too many digits is a ValueError
         raise ConfigError(f"`{clipped(override)}` cannot be read as an override: {error}") from error
+
+
+def _depth(text: str) -> int:
+    """How deeply brackets stand in brackets, quoted ones counted too."""
+    steps = ((character in "[{(") - (character in "]})") for character in text)
+    return max(accumulate(steps), default=0)
 
 
 def _choices(override: Override, sweeps: bool) -> tuple[str, list[str]]:

@@ -46,7 +46,7 @@ def _import_longest(parts: list[str], path: str, purpose: str) -> tuple[ModuleTy
     module: ModuleType | None = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        if module is not None and (not hasattr(module, "__path__") or importlib.util.find_spec(name) is None):
+        if module is not None and ("__path__" not in vars(module) or importlib.util.find_spec(name) is None):
             return module, parts[count - 1 :]
         try:
             module = importlib.import_module(name)
@@ -67,7 +67,7 @@ def _import_longest(parts: list[str], path: str, purpose: str) -> tuple[ModuleTy
 
 def _names(found: Any) -> list[str]:
     names = _public(found)
-    if isinstance(found, ModuleType) and hasattr(found, "__path__"):
+    if isinstance(found, ModuleType) and "__path__" in vars(found):
         names += [child.name for child in pkgutil.iter_modules(found.__path__)]
     return sorted(set(names))
 

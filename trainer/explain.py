@@ -15,8 +15,8 @@ from hydra.errors import OverrideParseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 from yaml.reader import ReaderError  # type: ignore[import-untyped]
 
-from trainer.checks import UNSUPPORTED, all_keys
-from trainer.nearest import nearest
+from trainer.checks import UNSUPPORTED, all_keys, sections
+from trainer.nearest import abbreviates, nearest
 from trainer.wording import clipped, one_line
 
 GROUPS = ("recipe", "model", "algorithm", "hardware")
@@ -67,11 +67,10 @@ def _recognised(text: str, overrides: Sequence[str]) -> str | None:
     if match := re.search(r"Value (.+?) of type '[\w.]+' could not be converted to (\w+)", text, re.DOTALL):
         value, kind = clipped(match[1]), match[2].lower()
         return f"{_culprit(text, overrides)}the value {value} is not a valid {kind}{_in_file(text)}"
-    if match := re.search(r"is not a subclass of \w+Config.*?full_key: ([\w.]+)", text, re.DOTALL):
-        one = next((key for key in all_keys() if key.startswith(f"{match[1]}.")), "its keys")
-        return f"`{match[1]}` holds several keys and takes no value itself; set one of them, such as `{one}`" + (
-            _in_file(text)
-        )
+    if (match := re.search(r"is not a subclass of (\w+)", text)) and (section := sections().get(match[1])):
+        one = next(key for key in all_keys() if key.startswith(f"{section}."))
+        told = f"`{section}` holds several keys and takes no value itself; set one of them, such as `{one}`"
+        return told + _in_file(text)
     if match := re.search(r"field '[^']+' is not Optional\s+full_key: ([\w.]+)", text):
         return f"`{match[1]}=null`: the key needs a value{_in_file(text)}"
     if match := re.search(r"You must specify '(\w+)'.*?(?:Available options:\s*(.*))?$", text, re.DOTALL):
@@ -88,7 +87,7 @@ def unknown_key(key: str) -> str:
     beside = [other.rpartition(".")[2] for other in all_keys() if section and other.rpartition(".")[0] == section]
     text = f"`{key}` is not a key of the configuration"
     if beside and not difflib.get_close_matches(name, beside, n=1):
-        elsewhere = [other for other in all_keys() if other.rpartition(".")[2] == name]
+        elsewhere = [other for other in all_keys() if other.rpartition(".")[2] == name or abbreviates(key, other)]
         return f"{text}{nearest(key, elsewhere)}; `{section}` has {', '.join(beside)}"
     return text + nearest(key, [*all_keys(), *GROUPS])
 

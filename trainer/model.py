@@ -144,7 +144,8 @@ def _locate(
         folder = Path(path).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
-        raise ModelError(f"model.path {clipped(path)!r} cannot be looked up: {error}") from error
+        what = getattr(error, "strerror", None) or error
+        raise ModelError(f"model.path {clipped(path)!r} cannot be looked up: {what}") from error
     if is_folder:
         return folder, f"folder {folder}", "model.path names a folder"
     if exists:

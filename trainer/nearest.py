@@ -28,7 +28,7 @@ def likeliest(word: str, options: Sequence[str]) -> list[str]:
     """The options that were most probably meant by ``word``, the likeliest first."""
     letters = sorted(word)
     return (
-        _by_similarity(word, [option for option in options if _abbreviates(word, option)])
+        _by_similarity(word, [option for option in options if abbreviates(word, option)])
         # Two letters that changed places are likelier than another word that is as close.
         or [option for option in options if sorted(option) == letters][:1]
         or _of_the_same_tail(word, options)
@@ -69,7 +69,7 @@ def _tail(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _abbreviates(word: str, option: str) -> bool:
+def abbreviates(word: str, option: str) -> bool:
     """Whether the last part of ``word`` is the initials of that of ``option``: `optimizer.lr` or `lr`."""
     path, _, tail = word.rpartition(".")
     option_path, _, option_tail = option.rpartition(".")

@@ -77,7 +77,6 @@ ENCODINGS = (
     data("a file in UTF-16 without a byte order mark", TEXT.encode("utf-16-le")),
     data("a file in UTF-32", TEXT.encode("utf-32")),
     data("a compressed file", gzip.compress(TEXT.encode(), mtime=0)),
-    data("a file with the line ends of an old Macintosh", TEXT.replace("\n", "\r"), "{folder}/rows.jsonl:1"),
     data("half a character in a question", TEXT.replace("pens", "\\ud800", 1), "row 1", "surrogate"),
 )
 

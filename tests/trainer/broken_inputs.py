@@ -11,7 +11,7 @@ from tests.trainer.broken_data import DATA, mutations
 from tests.trainer.broken_recipes import RECIPES
 from tests.trainer.broken_values import values
 
-CONFIGURATIONS = 240
+CONFIGURATIONS = 200
 DATA_FILES = 60
 
 

@@ -59,6 +59,7 @@ UNUSUAL = {
     "a byte order mark": BOM + TEXT.encode(),
     "Windows line ends": TEXT.replace("\n", "\r\n").encode(),
     "both": BOM + TEXT.replace("\n", "\r\n").encode(),
+    "line ends of an old Macintosh": TEXT.replace("\n", "\r").encode(),
     "no line end at the end": TEXT.rstrip("\n").encode(),
     "blank lines": TEXT.replace("\n", "\n\n").encode(),
     "line separators in a text": TEXT.replace("pens", "Stäbe \u2028 日本").encode(),
