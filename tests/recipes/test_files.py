@@ -39,7 +39,7 @@ def test_rows_are_read_by_the_name_of_the_file_and_know_where_they_stand(tmp_pat
         ("rows.csv", b"a,b\n", "is empty"),
         ("rows.csv", b"a,b\n1,2\n3\n", r"rows\.csv:3: the line has 1 values for 2 columns"),
         ("rows.csv", b"a,b\n1,2,3\n", r"rows\.csv:2: the line has 3 values for 2 columns"),
-        ("rows.csv", b"a,a\n1,2\n", r"rows\.csv:1: the first line must name each column once"),
+        ("rows.csv", b"a,a\n1,2\n", r"rows\.csv:1: the first line must name each column, once"),
         ("rows.csv", b'a,b\n"1,2\n', r"the line is not CSV"),
         ("rows.parquet", b"PAR1 but not really", "the file is not Parquet"),
         ("rows.parquet", b"", "the file is not Parquet"),

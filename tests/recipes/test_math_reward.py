@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from recipes.bounded import CallFailedError
+from recipes.bounded import BoundedCalls, CallFailedError
+from recipes.math import reward as module
 from recipes.math.reward import boxed, math_verify, math_verify_number
 
 RIGHT = [
@@ -14,7 +15,6 @@ RIGHT = [
     (r"\frac{3}{4}", r"\boxed{\frac{6}{8}}"),
     ("7", r"$x = 12 - 5 = \boxed{7}$"),
     ("7", r"$x = 7$"),
-    ("7", r"first \boxed{6}, no: \boxed{7}"),
     (r"2\sqrt{2}", r"\boxed{\sqrt{8}}"),
     ("x^2 + 2x + 1", r"\boxed{(x + 1)^2}"),
     ("(1, 2]", r"\boxed{(1,2]}"),
@@ -41,6 +41,14 @@ HOSTILE = [
     "$ " * 20_000,
     r"\boxed{" + "+".join(f"x_{{{n}}}^{{{n}}}" for n in range(2_000)) + "}",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_second_for_each():
+    """What is made to take for ever is cut sooner than in a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "library", BoundedCalls("recipes.math.judge", seconds=1.0))
+        yield
 
 
 def judged(reference: str, completion: str, reward=math_verify) -> float | None:
