@@ -207,9 +207,7 @@ class WandbConfig:
     entity: str | None = None  # wandb user or team
     name: str | None = None  # name of the wandb run
     group: str | None = None  # group of the wandb run
-    tags: list[str] = field(
-        default_factory=list
-    )  # tags of the wandb run; `python -m trainer.dashboard` chooses by them
+    tags: list[str] = field(default_factory=list)  # of the wandb run; `python -m trainer.dashboard` chooses by them
 
 
 @dataclass

@@ -28,7 +28,7 @@ __all__ = ["PushRecord", "RunFolderError", "Watch"]
 Status = Literal["done", "failed", "interrupted"]
 
 _ENDS: dict[Status, tuple[int, float]] = {"done": (0, FINISH_SECONDS), "failed": (1, 10.0), "interrupted": (130, 5.0)}
-"""By status: wandb's exit code, and seconds that it, and then the report, may take. An interrupted run has to hurry."""
+"""By status: wandb's exit code, and seconds that the report, and then wandb, may take. An interrupted run hurries."""
 
 
 class Watch:
@@ -208,8 +208,9 @@ class Watch:
         if self._tensorboard is not None:
             self._tensorboard.finish(status)
         code, seconds = _ENDS[status]
+        report = self._write_report(seconds)
         self._wandb.finish(summary, exit_code=code, timeout=seconds)
-        self.console.close(summary, str(self.run_dir), self._write_report(seconds))
+        self.console.close(summary, str(self.run_dir), report)
         return summary
 
     def _write_report(self, seconds: float) -> str | None:

@@ -15,7 +15,10 @@ from trainer.watch.totals import REWARD_WINDOW
 _TEMPLATE_MARKS = re.compile(r"<\|(?:im_start|start_header_id)\|>\w*|<\|\w+\|>")
 
 TABLE_COLUMNS = ("prompt", "completion", "reward", "advantage", "versions", "tokens", "finish")
-"""Columns of the table of completions, on the screen and in wandb."""
+"""Columns of the table of completions, on the screen, in wandb and in TensorBoard."""
+
+TABLE = "completions/table"
+"""The name of that table in wandb and in TensorBoard."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], width: int | None = None) -> Text:

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trainer.watch import catalogue
+from trainer.watch.lines import TABLE
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +59,25 @@ class TensorBoardLog:
         table: tuple[Sequence[str], Sequence[Sequence[Any]]] | None = None,
     ) -> None:
         """Write the metrics of a step, or of the evaluation of a version, and a table of (columns, rows) as text."""
-        if self._writer is None:
-            return
         with self._lock, self._told_of():
+            if self._writer is None:
+                return
             values = [self._scalar(name, value) for name, value in metrics.items() if value is not None]
             if table is not None:
                 columns, rows = table
                 cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
-                values.append(_text("completions/table", cells))
+                values.append(_text(TABLE, cells))
             self._write(step, values)
 
     def finish(self, status: str) -> None:
         """Close the file. A run that is done is marked so among the hyperparameters; another one may go on."""
-        if self._writer is None:
-            return
         with self._lock, self._told_of():
+            if self._writer is None:
+                return
             if status == "done":
                 self._write(0, [_session_end()])
             self._writer.close()
-        self._writer = None
+            self._writer = None
 
     def _begin(self, first_step: int, settings: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

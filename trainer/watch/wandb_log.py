@@ -4,10 +4,12 @@ let alone end, a training run. ``wandb`` is imported in that thread, and not at 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import WandbConfig
+from trainer.watch.lines import TABLE
 
 logger = logging.getLogger(__name__)
 
 _MODES = {"online": "online", "shared": "online", "run": "online", "offline": "offline", "dryrun": "offline",
           "disabled": "disabled"}  # fmt: skip
+RUN_ID = "wandb/run_id"
+"""Where in a run folder the id of its wandb run stands."""
+
+FILES = ("trace.json", "report.html")
+"""Files of a run folder that are uploaded when the run ends: the timeline, for Perfetto, and the page about the run."""
+
+TEMPORARY = "wandb/temporary"
+"""Where in a run folder wandb's temporary files are while it runs, and after a kill until the run continues."""
+
 FINISH_SECONDS = 30.0
 """Time to upload what is left at the end of a run. Nothing is lost past it: `wandb sync` uploads it later."""
 
@@ -122,6 +134,8 @@ class WandbLog:
     def _start(self, mode: str, why: str) -> None:
         import wandb
 
+        with contextlib.suppress(ImportError, AttributeError):  # of another wandb, which is no reason to go without it
+            _take_in_temporary_files(self._run_dir / TEMPORARY)
         # `silent` keeps wandb's banner and warnings off a screen with a progress bar; `announce` says what matters.
         wandb.setup(wandb.Settings(silent=True))
         if mode == "auto":
@@ -147,7 +161,7 @@ class WandbLog:
 
     def _init(self, wandb: Any, mode: str) -> Any:
         offline = mode == "offline"
-        run_id, known = _run_id(self._run_dir / "wandb" / "run_id")
+        run_id, known = _run_id(self._run_dir / RUN_ID)
         return wandb.init(
             mode=mode,
             project=self._settings.project,
@@ -180,7 +194,7 @@ class WandbLog:
             import wandb
 
             columns, rows = item.table
-            row["completions/table"] = wandb.Table(columns=list(columns), data=[list(r) for r in rows])
+            row[TABLE] = wandb.Table(columns=list(columns), data=[list(r) for r in rows])
         self._run.log(row)
 
     def _end(self, item: _Finish) -> None:
@@ -188,10 +202,14 @@ class WandbLog:
             import wandb
 
             try:
+                for name in FILES:
+                    if (path := self._run_dir / name).is_file():
+                        self._run.save(path, base_path=self._run_dir, policy="now", glob=False)
                 self._run.summary.update({key: value for key, value in item.summary.items() if value is not None})
                 self._run.finish(exit_code=item.exit_code)
             finally:
                 _teardown(wandb)
+                shutil.rmtree(self._run_dir / TEMPORARY, ignore_errors=True)
 
     def _fail(self, what: str, error: BaseException | None) -> None:
         if not self._failed:
@@ -230,6 +248,21 @@ def _run_id(path: Path) -> tuple[str, bool]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(secrets.token_hex(4))
     return path.read_text().strip(), known
+
+
+def _take_in_temporary_files(folder: Path) -> None:
+    """Have wandb's temporary files in ``folder`` instead of where the system keeps such.
+
+    Importing wandb makes two folders there, which it removes when Python ends in good order: of every run that is
+    killed they would be left for ever. Reaches for private names (wandb 0.31): there is no setting for it.
+    """
+    from wandb.sdk.artifacts.artifact import Artifact
+    from wandb.sdk.data_types import _private
+
+    for name, made in (("media", _private.MEDIA_TMP), ("artifacts", Artifact._TMP_DIR)):
+        made.cleanup()
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        made.name = str(folder / name)
 
 
 def _teardown(wandb: Any) -> None:

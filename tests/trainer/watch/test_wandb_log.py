@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.watch.wandb_file import history, read_records, summary
-from trainer.watch.wandb_log import configured_mode
+from trainer.watch.wandb_log import TEMPORARY, configured_mode
 
 PROGRAM = """
 import sys
@@ -22,11 +25,13 @@ from trainer.leave import leave
 from trainer.watch.wandb_log import WandbLog
 
 def main(folder, mode, end):
+    Path(folder).mkdir()
     said = lambda mode, why: print(f"{mode}: {why}", flush=True)
     log = WandbLog(WandbConfig(mode=mode), Path(folder), {"seed": 7, "batch": {"prompts": 2}}, said)
     table = (("prompt", "reward"), [["2+2", 1.0]])
     for step in (1, 2, 3):
         log.step({"step": step, "reward/mean": step / 4, "policy/loss": float("nan")}, table if step == 2 else None)
+    (Path(folder) / "trace.json").write_text("[]")
     if end == "hang":
         print(sys.stdin.readline())
     log.finish({"status": "done", "reward/last10_mean": 0.5, "nothing": None}, exit_code=0, timeout=float(end))
@@ -48,6 +53,14 @@ def start(tmp_path: Path, mode: str, end: str = "60", **environment: str) -> sub
         env={**clean, **home, **environment}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Where the system keeps temporary files for a run. Its path is short: wandb's service has a socket in it."""
+    folder = Path(tempfile.mkdtemp(prefix="w"))
+    yield folder
+    shutil.rmtree(folder)
 
 
 def offline_file(tmp_path: Path) -> Path:
@@ -78,8 +91,8 @@ def wait_until(condition, seconds: float = 30.0) -> bool:
 
 
 @pytest.mark.engine
-def test_an_offline_run_is_read_back_from_its_file(tmp_path):
-    process = start(tmp_path, "auto")
+def test_an_offline_run_is_read_back_from_its_file(tmp_path, temporary):
+    process = start(tmp_path, "auto", TMPDIR=str(temporary))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "offline: not logged in" in output
@@ -95,14 +108,18 @@ def test_an_offline_run_is_read_back_from_its_file(tmp_path):
     assert axes["*"] == "step"
     config = {item.key: item.value_json for record in records for item in record.run.config.update}
     assert config["seed"] == "7"
+    assert "trace.json" in [file.path for record in records for file in record.files.files]
+    assert (offline_file(tmp_path).parent / "files" / "trace.json").read_text() == "[]"
     assert services(process.pid) == []
+    assert list(temporary.iterdir()) == []
+    assert not (tmp_path / "run" / TEMPORARY).exists()
 
 
 @pytest.mark.engine
 def test_disabled_does_not_even_import_wandb(tmp_path):
     output, _ = start(tmp_path, "disabled").communicate(timeout=60)
     assert "wandb imported: False" in output
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "wandb").exists()
 
 
 @pytest.mark.engine
@@ -137,14 +154,15 @@ def test_a_wandb_that_does_not_end_is_left_behind_in_time_and_without_its_proces
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_is_killed_leaves_no_wandb_process(tmp_path, kill):
-    process = start(tmp_path, "offline", "hang")
+def test_a_run_that_is_killed_leaves_no_wandb_process_and_no_files_outside_its_folder(tmp_path, temporary, kill):
+    process = start(tmp_path, "offline", "hang", TMPDIR=str(temporary))
     assert process.stdout is not None
     assert "offline" in process.stdout.readline()
     assert services(process.pid) != []
     process.send_signal(kill)
     process.communicate(timeout=60)
     assert wait_until(lambda: services(process.pid) == [])
+    assert [path.name for path in temporary.iterdir() if path.name.endswith(("wandb-media", "wandb-artifacts"))] == []
 
 
 @pytest.mark.parametrize(
