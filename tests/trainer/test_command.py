@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 
+from tests import workflows
 from tests.trainer.watch import wandb_file
 from trainer.checkpoint_model import write_checkpoint_model
 from trainer.control import request
@@ -76,21 +77,20 @@ EXACT = ["staleness.max_versions=0", "sampling.seed=7", "engine.max_running=1", 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Three steps of the tiny recipe; every test below looks at the same run."""
+    """Three steps of the tiny recipe, trained as the nightly workflow does; every test below looks at the same run."""
     folder = tmp_path_factory.mktemp("run")
     overrides = [
-        "recipe=ci_tiny",
         "steps=3",
-        f"run_dir={folder}",
         *EXACT,
         "logger.rollouts.every=1",
         "evaluation.every=2",
         "evaluation.prompts=4",
         "evaluation.temperature=0",
     ]
-    done = subprocess.run(
-        command(*overrides), capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False
+    train = workflows.words(
+        workflows.NIGHTLY_CPU, "Train", RECIPE="ci_tiny", RUN_DIR=str(folder), OVERRIDES=" ".join(overrides)
     )
+    done = subprocess.run(train, capture_output=True, text=True, timeout=900, env=environment(), cwd=ROOT, check=False)
     return folder, done
 
 
@@ -165,6 +165,12 @@ class TestAFinishedRun:
         assert {rollout["step"] for rollout in run["rollouts"]} == {1, 2, 3}
         assert run["timeline"]["learner"]
         assert run["timeline"]["paused"]
+        ((engine, rollouts),) = run["timeline"]["engines"]
+        assert engine == "engine 0"
+        assert max(rollouts) > 0
+        assert [name for _, _, name in run["timeline"]["evaluations"]] == [
+            f"evaluation of version {version}" for version in (0, 2, 3)
+        ]
         assert any(run["timeline"]["sampling"])
         assert str(folder / "report.html") in done.stdout
         # The page has the text that the rewards saw, token by token.
@@ -175,9 +181,33 @@ class TestAFinishedRun:
 
     def test_wandb_offline_file_holds_the_same_steps(self, finished_run):
         (path,) = finished_run[0].glob("wandb/offline-run-*/run-*.wandb")
-        rows = wandb_file.history(wandb_file.read_records(path))
+        records = wandb_file.read_records(path)
+        rows = wandb_file.history(records)
         assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
         assert [row["step"] for row in rows if "eval/reward_mean" in row] == [0, 2, 3]
+        assert {tag for record in records for tag in record.run.tags} == {"nightly"}
+
+    def test_tensorboard_s_events_hold_the_same_steps(self, finished_run):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = EventAccumulator(str(finished_run[0] / "tensorboard")).Reload()
+        rows = [json.loads(line) for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines()]
+        for name in ("reward/mean", "push/pause_seconds", "mismatch/kl"):
+            shown = [(event.step, pytest.approx(event.value, rel=1e-5)) for event in found.Scalars(name)]
+            assert [(row["step"], row[name]) for row in rows] == shown
+        assert [event.step for event in found.Scalars("eval/reward_mean")] == [0, 2, 3]
+
+    def test_the_nightly_workflow_checks_it_and_puts_the_table_on_its_page(self, finished_run, tmp_path):
+        folder, page = finished_run[0], tmp_path / "page.md"
+        check = workflows.words(workflows.NIGHTLY_CPU, "Check", RUN_DIR=str(folder))
+        done = subprocess.run(
+            check, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+            env=environment() | {"GITHUB_STEP_SUMMARY": str(page)},
+        )  # fmt: skip
+        assert done.returncode in (0, 1), "three steps may be too few for the recipe's conditions, which can be judged"
+        conditions = yaml.safe_load((folder / "config.yaml").read_text())["checks"]
+        assert all(condition in page.read_text() for condition in conditions)
+        assert '| pass | summary("status") == "done"' in page.read_text()
 
     def test_every_second_version_and_the_last_are_evaluated(self, finished_run):
         lines = [json.loads(line) for line in (finished_run[0] / "evaluations.jsonl").read_text().splitlines()]
