@@ -24,6 +24,17 @@ TAPPED = """(() => {
   return [tip.innerText, box.left >= 0 && box.right <= innerWidth && box.bottom <= innerHeight];
 })()"""
 
+TOLD = """((start) => {
+  const strip = document.querySelector('.timeline .scroll');
+  strip.scrollIntoView({block: 'center'});
+  const label = [...document.querySelectorAll('.timeline .lane')].find((one) => one.textContent.startsWith(start));
+  const box = strip.firstChild.getBoundingClientRect(), y = label.getBoundingClientRect().bottom + 8;
+  const at = {clientX: box.left + 0.03 * box.width, clientY: y, pointerType: 'mouse', bubbles: true};
+  strip.dispatchEvent(new PointerEvent('pointermove', at));
+  return document.getElementById('tip').innerText.split('\\n').slice(1);
+})"""
+"""What the timeline tells of the lane whose label begins so, near the beginning of the run."""
+
 GROUNDS = "new Set([...document.querySelector('.tokens').children].map((span) => span.style.background)).size"
 
 
@@ -60,6 +71,25 @@ def test_a_token_tells_its_text_version_log_probability_and_advantage(tab, page,
     ]  # fmt: skip
     assert inside
     assert tab.evaluate(GROUNDS) == 3, "two versions, and the marks between them"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_timeline_tells_what_each_engine_had_and_which_version_was_evaluated(tab, page, width):
+    tab.open(page, width=width, mobile=width == 390)
+    assert tab.evaluate(f"{TOLD}('Rollouts of each engine, 8 at most')") == ["engine 0: 8 rollouts"]
+    assert tab.evaluate(f"{TOLD}('Evaluations')") == ["evaluation of version 0: 4 s"]
+    assert tab.evaluate(f"{TOLD}('Groups being sampled')") == ["2 groups being sampled"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_run_of_many_steps_shows_what_its_means_hide(tab, tmp_path, width):
+    tab.problems.clear()
+    tab.open(write_report([write_run(tmp_path / "run", steps=1000, tokens=8, every=500)]), width=width)
+    assert tab.evaluate(DRAWN) == tab.evaluate(COUNT) > 15
+    assert tab.evaluate(OVERFLOW) == 0
+    assert tab.problems == []
+    said = "document.querySelector('figure:has(.series) .help').textContent"
+    assert "A point is the mean of 3 steps" in tab.evaluate(said)
 
 
 def test_the_timeline_zooms(tab, page):

@@ -136,13 +136,16 @@ def test_a_counter_keeps_its_last_value_of_quick_changes_and_the_moment_of_it(tm
     ]  # fmt: skip
 
 
-def test_counters_of_a_long_run_leave_room_for_its_spans(tmp_path):
+def test_counters_of_a_long_run_leave_room_for_its_spans(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.watch.trace._COUNTER_EVENTS", 100)
     trace = Trace(tmp_path / "trace.json")
     begin = time.time()
-    for second in range(40_000):
-        trace.counter("engine 0", second % 9, begin + second)
+    for second in range(10_000):
+        trace.counter("engine 0", second, begin + second)
     trace.close()
-    assert len(events(tmp_path / "trace.json", "C")) < 25_000
+    counted = events(tmp_path / "trace.json", "C")
+    assert 800 < len(counted) < 1000, "each hundred covers twice the time of the hundred before"
+    assert counted[-1]["args"]["value"] == 9999
 
 
 def test_a_span_that_raises_is_recorded_and_frees_its_row(tmp_path):
