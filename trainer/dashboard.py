@@ -14,6 +14,7 @@ Exit codes: 0 saved or written, 2 it cannot be made; the message says why.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -231,7 +232,15 @@ def _account(project: str, entity: str | None) -> tuple[str, Find]:
         chosen = entity or api.default_entity
     except Exception as error:  # of the network, of the account: wandb raises several types of its own
         raise DashboardError(f"wandb cannot be used: {error}") from error
-    return chosen, lambda filters: api.runs(f"{chosen}/{project}", filters=dict(filters), order="-created_at")
+
+    def find_runs(filters: Mapping[str, Any]) -> Iterable[Any]:
+        try:
+            found = api.runs(f"{chosen}/{project}", filters=dict(filters), order="-created_at")
+            return list(itertools.islice(found, PINNED + 1))
+        except Exception as error:  # the same, and a project that does not exist
+            raise DashboardError(f"the runs of {chosen}/{project} cannot be read: {error}") from error
+
+    return chosen, find_runs
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

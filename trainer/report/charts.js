@@ -151,7 +151,7 @@ function axes(range, toX, toY, width) {
   }
   const step = Math.max(1, tickStep(range.x[1] - range.x[0] || 1, width > 500 ? 8 : 4));
   for (let x = Math.ceil(range.x[0] / step) * step; x <= range.x[1]; x += step)
-    parts.push(svg("text", { x: toX(x), y: HEIGHT - 5, "text-anchor": "middle" }, short(x)));
+    parts.push(svg("text", { x: Math.min(toX(x), width - 1 - 3.6 * short(x).length), y: HEIGHT - 5, "text-anchor": "middle" }, short(x)));
   return parts;
 }
 

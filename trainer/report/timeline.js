@@ -23,7 +23,7 @@ function lanesOf(lanes) {
       (at) => [...within(lanes.pushes, at), ...within(lanes.phases, at)]),
     segments("Learner", (top, toX) => LEARNER.map((kind) => blocks(lanes.learner.filter(([, , name]) => learnerKind(name) === kind), [top, 30], toX, learnerColour(kind))),
       (at) => within(lanes.learner, at)),
-    lanes.evaluations.length ? segments("Evaluations", (top, toX) => [blocks(lanes.evaluations, [top, 30], toX, colour(7))], (at) => within(lanes.evaluations, at)) : null,
+    lanes.evaluations.length ? segments("Evaluations", (top, toX) => [blocks(lanes.evaluations, [top, 30], toX, colour(7), 1, 2)], (at) => within(lanes.evaluations, at)) : null,
     groups("Groups being scored", lanes.scoring, 34, colour(3), "being scored", false),
   ].filter(Boolean);
 }
@@ -108,9 +108,9 @@ function level(values, [top, height], width, fill, most) {
   return svg("path", { class: "series", d: `${path}V${top + height}Z`, fill, opacity: 0.6 });
 }
 
-function blocks(segments, [top, height], toX, fill, opacity = 1) {
+function blocks(segments, [top, height], toX, fill, opacity = 1, narrowest = 0.7) {
   let path = "";
-  for (const [start, end] of segments) path += `M${toX(start).toFixed(2)} ${top}h${Math.max(0.7, toX(end) - toX(start)).toFixed(2)}v${height}H${toX(start).toFixed(2)}Z`;
+  for (const [start, end] of segments) path += `M${toX(start).toFixed(2)} ${top}h${Math.max(narrowest, toX(end) - toX(start)).toFixed(2)}v${height}H${toX(start).toFixed(2)}Z`;
   return svg("path", { class: "series", d: path, fill, opacity });
 }
 

@@ -26,11 +26,18 @@ def values(found, tag):
     return [(event.step, round(event.value, 6)) for event in found.Scalars(tag)]
 
 
-def texts(found, tag):
+def shown(run_dir):
+    """What TensorBoard itself shows: of what was written anew it discards texts too, as the other reader does not."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run_dir / "tensorboard"), tensor_size_guidance={"text": 0, "scalars": 0}).Reload()
+
+
+def texts(run_dir, tag):
     """(step, [rows of cells]) of a text."""
     from tensorboard.util.tensor_util import make_ndarray
 
-    arrays = [(event.step, make_ndarray(event.tensor_proto)) for event in found.Tensors(tag)]
+    arrays = [(event.step, make_ndarray(event.tensor_proto)) for event in shown(run_dir).Tensors(tag)]
     return [(step, [[cell.decode() for cell in row] for row in array]) for step, array in arrays]
 
 
@@ -66,7 +73,7 @@ def test_completions_are_a_table_whose_text_is_shown_as_it_is(tmp_path):
     log.step(5, {"reward/mean": 0.5}, TABLE)
     log.finish("done")
     found = read(tmp_path)
-    ((step, rows),) = texts(found, "completions/table")
+    ((step, rows),) = texts(tmp_path, "completions/table")
     assert step == 5
     assert rows == [["prompt", "reward"], ["    2 + 2\n    | is *", "1"], ["    </td><script>", "-"]]
     (event,) = found.Tensors("completions/table")
@@ -78,7 +85,7 @@ def test_completions_are_a_table_whose_text_is_shown_as_it_is(tmp_path):
 def test_the_configuration_is_a_text_and_its_values_are_hyperparameters(tmp_path):
     TensorBoardLog(tmp_path, None, SETTINGS).finish("done")
     found = read(tmp_path)
-    ((step, ((text,),)),) = texts(found, "config")
+    ((step, ((text,),)),) = texts(tmp_path, "config")
     assert step == 0
     assert "    optimizer:\n      learning_rate: 1.0e-06" in text
     session, experiment, ended = hyperparameters(found)
@@ -108,8 +115,9 @@ def test_a_run_that_continues_hides_what_was_written_after_its_checkpoint_and_re
     assert values(found, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.33), (4, 0.44)]
     assert values(found, "reward/gone") == [(1, 1.0), (2, 2.0)]
     assert values(found, "eval/reward_mean") == [(0, 0.0), (2, 0.2), (4, 0.5)]
-    assert [step for step, _ in texts(found, "completions/table")] == [1, 2, 3, 4]
-    configs = texts(found, "config")
+    assert [event.step for event in shown(tmp_path).Tensors("reward/mean")] == [1, 2, 3, 4]
+    assert [step for step, _ in texts(tmp_path, "completions/table")] == [1, 2, 3, 4]
+    configs = texts(tmp_path, "config")
     assert [step for step, _ in configs] == [0, 3, 4]
     assert "seed: 8" in configs[-1][1][0][0]
 
@@ -151,7 +159,7 @@ def test_the_watch_writes_it_only_where_it_is_asked_for(tmp_path, scored, group)
     found = read(tmp_path / "True")
     assert values(found, "reward/mean") == [(1, 0.5)]
     assert values(found, "eval/reward_mean") == [(1, 0.25)]
-    assert texts(found, "completions/table")[0][1][0][0] == "prompt"
+    assert texts(tmp_path / "True", "completions/table")[0][1][0][0] == "prompt"
 
 
 def test_without_the_package_it_is_a_configuration_error(monkeypatch):
