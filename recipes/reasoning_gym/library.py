@@ -24,7 +24,8 @@ SET_BY_RUN = ("seed", "size")
 
 
 EXAMPLES = 3
-"""Rows that a prompt of the style ``examples`` shows. With one, SmolLM2-135M wrote the tags in 9 of 64 answers."""
+"""Rows that a prompt of the style ``examples`` shows. SmolLM2-135M wrote the tags in 3 of 32 answers with one of them,
+in 29 of 32 with three."""
 TRIES = 4
 """Rows that are generated at most for each that is wanted: of small tasks many are the same."""
 
