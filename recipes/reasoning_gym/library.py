@@ -23,6 +23,9 @@ SET_BY_RUN = ("seed", "size")
 """Fields of every task's configuration that follow from the run's."""
 
 
+EXAMPLES = 3
+"""Rows that a prompt of the style ``examples`` shows. SmolLM2-135M wrote the tags in 3 of 32 answers with one of them,
+in 29 of 32 with three."""
 TRIES = 4
 """Rows that are generated at most for each that is wanted: of small tasks many are the same."""
 
@@ -30,13 +33,14 @@ TRIES = 4
 def generate(
     task: str, config: dict[str, Any], seed: int, train_rows: int, eval_rows: int, style: str
 ) -> dict[str, Any]:
-    """``train``, ``eval``: rows with different questions; ``example``: one more; ``system``: the prompt of ``style``.
+    """``train``, ``eval``: rows with different questions; ``examples``: some more; ``system``: the prompt of ``style``.
 
     Where that cannot be, ``problem`` says why, for people. The same arguments give the same rows in every process.
     """
     if found := _problem(task, config, style):
         return {"problem": found}
-    size = TRIES * (train_rows + eval_rows) + 1
+    wanted = train_rows + eval_rows
+    size = TRIES * wanted + EXAMPLES
     origin = {"task": task, "config": config, "seed": seed, "size": size}
     try:
         _dataset(json.dumps(origin))
@@ -44,23 +48,23 @@ def generate(
         return {"problem": f"data.options.config: {task} refuses {config}: {type(error).__name__}: {error}"}
     rows: dict[str, dict[str, Any]] = {}
     for index in range(size):
-        if len(rows) > train_rows + eval_rows:
+        if len(rows) == wanted + EXAMPLES:
             break
         try:
             entry = _entry(json.dumps(origin), index)
         except Exception as error:  # whatever the task raises
             return {"problem": f"{task} cannot generate row {index} with {config}: {type(error).__name__}: {error}"}
         rows.setdefault(entry["question"], _row(entry, {**origin, "index": index}))
-    if len(rows) <= train_rows + eval_rows:
+    if len(rows) < wanted + EXAMPLES:
         return {
-            "problem": f"{task} has only {len(rows) - 1} different rows of the {train_rows + eval_rows} asked for; "
+            "problem": f"{task} has only {max(0, len(rows) - EXAMPLES)} different rows of the {wanted} asked for; "
             "lower data.options.train_rows or eval_rows, or make the task larger with data.options.config"
         }
-    example, *others = rows.values()
+    examples, others = [*rows.values()][:EXAMPLES], [*rows.values()][EXAMPLES:]
     return {
         "train": others[:train_rows],
         "eval": others[train_rows:],
-        "example": example,
+        "examples": examples,
         "system": SYSTEM_PROMPTS.get(style, ""),
     }
 
@@ -91,7 +95,7 @@ def _problem(task: str, config: dict[str, Any], style: str) -> str | None:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else "."
             return f"data.options.config: {task} has no key {key!r}{hint} There are {', '.join(known) or 'none'}"
-    styles = (*SYSTEM_PROMPTS, "example")
+    styles = (*SYSTEM_PROMPTS, "examples")
     if style not in styles:
         return f"data.options.prompt is {style!r}; choose from {', '.join(styles)}"
     return None

@@ -30,14 +30,14 @@ class ReasoningGym:
 
     Options (``data.options``): ``task``, its name; ``config``, fields of its configuration; ``easy``, to begin
     with the easiest configuration, of the tasks in :data:`EASY`; ``train_rows`` and ``eval_rows``;
-    ``prompt``, a system prompt of the library (default, simple, direct, chain_of_draft, DeepSeekZero), or ``example``:
-    a row with its answer, for small models that do not follow an instruction.
+    ``prompt``, a system prompt of the library (default, simple, direct, chain_of_draft, DeepSeekZero), or ``examples``:
+    some rows with their answers, for small models that do not follow an instruction.
     """
 
     def __init__(self) -> None:
         self._style = "default"
         self._system = ""
-        self._example: Mapping[str, Any] = {}
+        self._examples: list[Mapping[str, Any]] = []
 
     def load(self, context: TaskContext) -> TaskData:
         """Generate the rows. Raises :class:`DataError` for a task, an option or a value that cannot be, and where the
@@ -48,9 +48,9 @@ class ReasoningGym:
         self._style = options["prompt"]
         arguments = (task, config, seed, options["train_rows"], options["eval_rows"], self._style)
         generated = _generate(*arguments)
-        self._system, self._example = generated["system"], generated["example"]
-        if self._style == "example" and not self._example["answer"]:
-            raise DataError(f"data.options.prompt is example, and rows of {task} have no answer to show; use default")
+        self._system, self._examples = generated["system"], generated["examples"]
+        if self._style == "examples" and not all(example["answer"] for example in self._examples):
+            raise DataError(f"data.options.prompt is examples, and rows of {task} have no answer to show; use default")
         shape = f" ({', '.join(f'{key} {value}' for key, value in config.items())})" if config else ""
         return TaskData(
             generated["train"],
@@ -60,16 +60,19 @@ class ReasoningGym:
         )
 
     def prompt(self, row: Mapping[str, Any]) -> Messages:
-        """The chat for ``row``: a system prompt of the library, or an example with its answer."""
+        """The chat for ``row``: a system prompt of the library, or examples with their answers."""
         question = {"role": "user", "content": str(row["question"])}
-        if self._style != "example":
+        if self._style != "examples":
             return [{"role": "system", "content": self._system}, question]
-        return [
-            {"role": "system", "content": ""},  # keeps the chat template from adding a longer one of its own
-            {"role": "user", "content": str(self._example["question"])},
-            {"role": "assistant", "content": f"<answer>{self._example['answer']}</answer>"},
-            question,
-        ]
+        chat: Messages = [
+            {"role": "system", "content": ""}
+        ]  # keeps the chat template from adding a longer one of its own
+        for example in self._examples:
+            chat += [
+                {"role": "user", "content": str(example["question"])},
+                {"role": "assistant", "content": f"<answer>{example['answer']}</answer>"},
+            ]
+        return [*chat, question]
 
     def rewards(self) -> list[tuple[str, str, float]]:
         """The task's own scorer."""

@@ -63,7 +63,7 @@ def test_the_reward_is_the_task_s_own_scorer(sums):
     _, data = sums
     row = data.rows[0]
     right = row["answer"]
-    completions = [f"so <answer> +{right}.0 </answer>", f"<answer>1{right}9</answer>", right, "<answer></answer>"]
+    completions = [f"so <answer> {right}.0 </answer>", f"<answer>1{right}9</answer>", right, "<answer></answer>"]
     exact, contains, untagged, empty = scores(row, *completions)
     assert exact == 1.0
     assert 0.0 < contains < 1.0
@@ -89,16 +89,17 @@ def test_a_row_that_is_not_the_one_that_was_asked_is_an_error(sums):
         scores(row, "<answer>1</answer>")
 
 
-def test_the_prompt_is_one_of_the_library_or_an_example_with_its_answer(sums):
+def test_the_prompt_is_one_of_the_library_or_examples_with_their_answers(sums):
     task, data = sums
     system, question = task.prompt(data.rows[0])
     assert "<answer>" in system["content"]
     assert question["content"] == data.rows[0]["question"]
-    small, data = loaded(easy=True, prompt="example")
+    small, data = loaded(easy=True, prompt="examples")
     chat = small.prompt(data.rows[0])
-    assert [message["role"] for message in chat] == ["system", "user", "assistant", "user"]
-    assert chat[1]["content"] not in [row["question"] for row in [*data.rows, *data.eval_rows]]
-    assert chat[2]["content"].startswith("<answer>")
+    assert [message["role"] for message in chat] == ["system", *["user", "assistant"] * 3, "user"]
+    used = {row["question"] for row in [*data.rows, *data.eval_rows]}
+    assert not used & {message["content"] for message in chat[1:-1]}
+    assert all(message["content"].startswith("<answer>") for message in chat[2::2])
 
 
 @pytest.mark.parametrize(
@@ -111,9 +112,9 @@ def test_the_prompt_is_one_of_the_library_or_an_example_with_its_answer(sums):
         ({"config": {"min_terms": "two"}}, r"chain_sum refuses .*'two'"),
         ({"config": {"seed": 3}}, r"data\.options\.config\.seed: the run sets it"),
         ({"config": [1]}, r"data\.options\.config is \[1\], not a mapping"),
-        ({"prompt": "long"}, r"data\.options\.prompt is 'long'; choose from DeepSeekZero, default, .*example"),
+        ({"prompt": "long"}, r"data\.options\.prompt is 'long'; choose from DeepSeekZero, default, .*examples"),
         ({"easy": True, "train_rows": 500}, r"chain_sum has only \d+ different rows of the 504 asked for"),
-        ({"task": "rubiks_cube", "prompt": "example"}, "rows of rubiks_cube have no answer to show"),
+        ({"task": "rubiks_cube", "prompt": "examples"}, "rows of rubiks_cube have no answer to show"),
         ({"train_rows": 0}, r"data\.options\.train_rows is 0; .* at least 1"),
         ({"tasks": "chain_sum"}, r"no key 'tasks' in this recipe; there are task, config"),
         ({"easy": "very"}, r"data\.options\.easy is 'very'"),
