@@ -46,7 +46,7 @@ class RaySession:
         self._thread.join(END_SECONDS)
 
     def begin(self) -> None:
-        """Let Ray start. Until then it is only imported, so that a configuration can be refused without waiting for it."""
+        """Let Ray start. Until then it is only imported, so that a refused configuration need not wait for it."""
         self._begin.set()
 
     def wait(self) -> dict[str, float]:
