@@ -46,7 +46,7 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
 
 def sections(schema: type = Config, prefix: str = "") -> dict[str, str]:
     """The dotted key of every group of keys, by the name of its class."""
-    found = {}
+    found: dict[str, str] = {}
     for item in dataclasses.fields(schema):
         factory: Any = item.default_factory
         if isinstance(factory, type) and dataclasses.is_dataclass(factory):

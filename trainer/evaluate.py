@@ -102,7 +102,7 @@ def evaluate(target: Target, output: Path | None) -> int:
         from trainer.prepare import answered
 
         with answered():
-            inputs = load_inputs(config)
+            inputs = load_inputs(config, ray_session.begin)
         say("evaluating", target.name)
         if target.checkpoint is None:
             say("model", f"{inputs.model.source}  ({inputs.model.reason})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,11 @@ class Inputs:
         return max(self.prompts.longest_prompt, *(len(prompt.token_ids) for prompt in self.held_out), 0)
 
 
-def load_inputs(config: Config) -> Inputs:
-    """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process."""
+def load_inputs(config: Config, found: Callable[[], None] = lambda: None) -> Inputs:
+    """Load data, model folder, tokenizer and reward functions; all of them cheap, none starts a process.
+
+    ``found`` is called once everything is there and only the prompts, which take the time, are left to be made.
+    """
     loaded = _load_sources(config)
     task = loaded[0].task
     environment = find_environment(task)
@@ -61,6 +64,7 @@ def load_inputs(config: Config) -> Inputs:
     check_learnable(config, model)
     check_adapter_targets(config, model)
     reference = find_reference(config, model)
+    found()
     tokenizer = load_tokenizer(model.path)
     longest = prompt_limit(config, model)
     prompts: list[Prompt] = []

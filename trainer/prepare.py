@@ -7,7 +7,7 @@ latest, and is a :class:`ConfigError`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,13 @@ class Prepared:
     """Its groups; none in a fresh run."""
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, found: Callable[[], None] = lambda: None) -> Prepared:
     """Load data, model folder, reward functions and checkpoint. No process is started, and nothing is written but
     models into their cache. Raises :class:`ConfigError` that names the file, the line, the row or the key.
+    ``found``: see :func:`trainer.inputs.load_inputs`.
     """
     with answered():
-        inputs = load_inputs(config)
+        inputs = load_inputs(config, found)
         checkpoint = find_checkpoint(config)
         if checkpoint is None:
             return Prepared(inputs, None, None, KeptGroups())

@@ -46,7 +46,7 @@ class RaySession:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._cluster: Future[Cluster] = Future()
-        self._leave = threading.Event()
+        self._begin, self._leave = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ray-session", daemon=True)
 
     def __enter__(self) -> Self:
@@ -58,16 +58,23 @@ class RaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave.set()
+        self._begin.set()
         self._thread.join(END_SECONDS)
+
+    def begin(self) -> None:
+        """Let Ray start. Until then it is only imported, so that a refused configuration need not wait for it."""
+        self._begin.set()
 
     def wait(self) -> Cluster:
         """Wait until Ray runs; what its nodes have. Raises what Ray's start raised; Ray has deadlines for it."""
+        self.begin()
         return self._cluster.result()
 
     def _serve(self) -> None:
         try:
             import ray
 
+            self._begin.wait()
             if self._leave.is_set():  # the configuration was refused meanwhile: nobody waits for the cluster
                 return
             _start(self._config)

@@ -46,7 +46,7 @@ def run(config: Config, ray_session: RaySession) -> int:
     # Until the event loop has its own handlers, SIGTERM is the same as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        prepared = prepare(config)
+        prepared = prepare(config, ray_session.begin)
         inputs, state = prepared.inputs, prepared.state
         if state is not None and is_done(config, state):
             print(
