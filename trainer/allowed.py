@@ -141,6 +141,10 @@ POSITIVE = (
 )
 """Numbers that must be greater than 0."""
 
+SMALLEST_ABOVE_0 = {"sampling.temperature": 0.01, "evaluation.temperature": 0.01}
+"""The smallest value of a number that may be 0 too. vLLM 0.32 takes a lower temperature as this one (``_MAX_TEMP`` in
+``vllm/sampling_params.py``), and the learner would divide its logits by another (L4)."""
+
 BELOW = {"optimizer.beta1": 1, "optimizer.beta2": 1}
 """What a number must stay below."""
 
@@ -174,6 +178,8 @@ def _number_problem(key: str, value: float) -> str | None:
         return f"{said} at least {AT_LEAST[key]:g}"
     if key in POSITIVE and value <= 0:
         return f"{said} greater than 0"
+    if 0 < value < (smallest := SMALLEST_ABOVE_0.get(key, 0)):
+        return f"{said} at least {smallest:g}, or 0: engines sample with {smallest:g} whatever lower one they are told"
     if key in BELOW and value >= BELOW[key]:
         return f"{said} below {BELOW[key]:g}"
     most = AT_MOST.get(key, LARGEST_INTEGER if isinstance(value, int) else math.inf)

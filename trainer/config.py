@@ -42,7 +42,7 @@ class SamplingConfig:
     group_size: int = 8  # rollouts of a prompt
     max_tokens: int = 256  # tokens sampled in a response, cumulative over all turns and resumes
     min_tokens: int = 0  # no end-of-sequence before this many response tokens
-    temperature: float = 1.0  # of sampling; the learner divides its logits by it too
+    temperature: float = 1.0  # of sampling, 0.01 or more; the learner divides its logits by it too
     top_p: float = 1.0  # must stay 1.0 in training: the learner compares full distributions
     top_k: int = 0  # must stay 0 (off) in training, for the same reason
     min_p: float = 0.0  # must stay 0.0 in training, for the same reason
@@ -223,7 +223,7 @@ class EvaluationConfig:
     every: int = 0  # versions between evaluations on held-out prompts, the first and the last included; 0: none
     prompts: int = 64  # held-out prompts of an evaluation, always the same ones; 0: all there are
     rollouts: int = 1  # sampled of each prompt; eval/pass@k is told for k up to this
-    temperature: float = 1.0  # of sampling in an evaluation; 0: greedy
+    temperature: float = 1.0  # of sampling in an evaluation, 0.01 or more; 0: greedy
     max_tokens: int = 0  # tokens of a response; 0: sampling.max_tokens
     pass_reward: float = 1.0  # a rollout with at least this reward passes
     engine: str = "shared"  # shared: the engines of training, the next push waits; dedicated: one engine more, for it
