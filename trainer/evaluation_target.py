@@ -58,6 +58,8 @@ def find_target(what: str, overrides: Sequence[str]) -> Target:
         if not whole:
             raise ConfigError(f"the run in {path} has no whole checkpoint to evaluate")
         return _checkpoint_target(whole[-1], overrides)
+    if path.is_dir() and path in checkpoints(path.parent.parent):
+        return _checkpoint_target(path, overrides)  # which says what of it is missing
     return _model_target(what, path, overrides)
 
 
@@ -93,7 +95,7 @@ def run_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The configuration of a run, with overrides of keys. Raises :class:`ConfigError`."""
     try:
         written = read_config(run_dir / CONFIG_FILE)
-    except (OSError, YAMLError) as error:
+    except (OSError, ValueError, YAMLError) as error:
         raise ConfigError(f"the configuration of the run cannot be read: {error}") from error
     check_keys(overrides)
     try:

@@ -116,7 +116,7 @@ def _tracks(events: Iterable[Mapping[str, Any]]) -> defaultdict[str, list[Segmen
                 start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
                 if start >= 0 <= seconds:
                     tracks[names.get(row, "")].append((start, start + seconds, str(event["name"])))
-        except (KeyError, TypeError):  # an event of another program, or one that was written over
+        except (KeyError, TypeError, OverflowError):  # an event of another program, or one that was written over
             continue
     return tracks
 

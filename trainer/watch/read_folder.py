@@ -78,4 +78,7 @@ def number(value: Any) -> float | None:
     """A finite number, or ``None`` for everything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if value - value == 0 else None
+    try:
+        return float(value) if value - value == 0 else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
