@@ -78,21 +78,13 @@ class Bench:
         sizes = [bucket.numel() for bucket in buckets]
         return await self._sent(lambda: send_buckets(self.group, buckets), push_worker.take_buckets, sizes)
 
-    async def reload(self, beside: bool = False) -> float:
-        """Seconds of vLLM's own reload of tensors that are in the worker's memory. A push has to follow.
-
-        ``beside``: while as many bytes arrive, until both is done.
-        """
+    async def reload(self) -> float:
+        """Seconds of vLLM's own reload of tensors that are in the worker's memory. A push has to follow."""
         await self.engine.pause()
         announcement = self.source.manifest().to_wire()
-        taking = asyncio.create_task(self._in_worker(push_worker.reload_alone, announcement, self.bucket_bytes, beside))
-        for _ in range(1 + beside):
-            await asyncio.to_thread(send_buckets, self.group, self._packed())
+        taking = asyncio.create_task(self._in_worker(push_worker.reload_alone, announcement, self.bucket_bytes))
+        await asyncio.to_thread(send_buckets, self.group, self._packed())
         return await taking
-
-    async def head(self) -> float:
-        """Seconds of packing a tied output head in the worker."""
-        return await self._in_worker(push_worker.pack_head)
 
     def _packed(self) -> list[torch.Tensor]:
         stream = iter(self.source)

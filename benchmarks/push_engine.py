@@ -6,10 +6,8 @@ Learner and engine core are two processes of one machine; what is compared is me
 
 - ``transfer``: packed buckets that are ready on the learner, against one raw broadcast of the same bytes;
 - ``push``: from the moment the gate begins to close until the first new token of the one rollout there is, against that
-  transfer plus vLLM's own reload of the same tensors from the worker's memory. Parts measured alone explain the
-  rest: ``beside``, that reload while as many bytes are packed and arrive, which is what the machine can do; ``head``,
-  what vLLM's reload leaves out, a tied output head; and ``restart``, which has nothing to do with weights: the gate is
-  closed and opened, and the rollout goes on;
+  transfer plus vLLM's own reload of the same tensors from the worker's memory. ``restart`` is the part of it that has
+  nothing to do with weights: the gate is closed and opened, and the rollout goes on;
 - ``stall``: the longest time without a token around a push, with 32 rollouts in flight.
 """
 
@@ -39,8 +37,6 @@ from weight_sync.buckets import plan_buckets
 
 MODES: tuple[PushMode, ...] = ("abort", "keep", "wait")
 MEASURES = ("transfer", "push", "stall")
-TRANSFERS = 5
-"""In a turn, of which the median counts: they take tenths of a second, and one may take twice as long as the next."""
 STALL_TURNS = 3
 """After the one that does not count: they take most of the time."""
 Samples = dict[str, list[float]]
@@ -53,15 +49,10 @@ async def measure(bench: Bench, measures: list[str], repeat: int) -> Samples:
     for turn in range(repeat + 1):
         taken: dict[str, float] = {}
         if "transfer" in measures or "push" in measures:
-            pairs = [(await bench.raw(), await bench.transfer()) for _ in range(TRANSFERS)]
-            taken["raw"], taken["transfer"] = (statistics.median(side) for side in zip(*pairs, strict=True))
+            taken |= {"raw": await bench.raw(), "transfer": await bench.transfer()}
         if "push" in measures:
-            taken |= {
-                "reload": await bench.reload(),
-                "beside": await bench.reload(beside=True),
-                "head": await bench.head(),
-            }
-            await bench.push()
+            taken["reload"] = await bench.reload()
+            await bench.push()  # vLLM's reload leaves a tied output head stale
             taken["restart"] = await bench.restart()
             taken |= {f"push {mode}": await bench.whole_push(mode) for mode in MODES}
         if "stall" in measures and turn <= STALL_TURNS:
@@ -85,9 +76,7 @@ def figures(samples: Samples) -> dict[str, Any]:
     if "reload" in middle:
         alone = middle["transfer"] + middle["reload"]
         found |= {f"push_ratio {mode}": middle[f"push {mode}"] / alone for mode in MODES}
-        found["push_explained_ratio"] = middle["push abort"] / sum(
-            middle[part] for part in ("beside", "head", "restart")
-        )
+        found["push_ratio abort, without restart"] = (middle["push abort"] - middle["restart"]) / alone
     if "stall abort" in middle:
         found["staged_stall_ratio"] = middle["stall staged"] / middle["stall abort"]
     return found

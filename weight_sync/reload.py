@@ -75,7 +75,13 @@ class LayerwiseUpdate:
     def finish(self) -> None:
         """Complete the layers that wait for it, and bring tied output heads up to date."""
         finalize_layerwise_reload(self._model, self._model_config)
-        pack_tied_heads(self._model)
+        vocabulary = [layer for layer in self._model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        embeddings = {id(layer.weight) for layer in vocabulary if not isinstance(layer, ParallelLMHead)}
+        for layer in vocabulary:
+            # On CPU the head multiplies by a packed copy of its weight. The reload packs a layer that received tensors;
+            # a tied head receives none, so its copy would stay that of the old embedding. Nothing happens on GPUs.
+            if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
+                layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
         """Put the tensors back on every layer that has not been replaced, and forget what had been buffered for it.
@@ -114,19 +120,6 @@ class LayerwiseUpdate:
             return absent
         names = ", ".join(name for name, parameter in layer._parameters.items() if parameter is not None)
         return [f"{path} ({names}): {missing} of {_expected(layer)} elements"]
-
-
-def pack_tied_heads(model: torch.nn.Module) -> None:
-    """Bring output heads up to date that share the weights of an embedding.
-
-    On CPU the head multiplies by a packed copy of its weight. The reload packs a layer that received tensors; a tied
-    head receives none, so its copy would stay that of the old embedding. Nothing happens on GPUs.
-    """
-    vocabulary: list[Any] = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-    embeddings = {id(layer.weight) for layer in vocabulary if not isinstance(layer, ParallelLMHead)}
-    for layer in vocabulary:
-        if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _expected(layer: torch.nn.Module) -> int:

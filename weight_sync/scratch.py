@@ -28,7 +28,9 @@ def keep(sizes: Iterable[int], at_once: int) -> None:
     """
     global _kept_bytes
     _kept_bytes = sum(sorted(sizes)[-at_once:])
-    _trim()
+    while sum(map(len, list(_kept))) > _kept_bytes:
+        with contextlib.suppress(IndexError):  # another thread took the last
+            _kept.pop(0)
 
 
 def scratch(size: int) -> torch.Tensor:
@@ -59,13 +61,5 @@ def _take(size: int) -> mmap.mmap | None:
 
 
 def _give_back(memory: mmap.mmap) -> None:
-    _kept.append(memory)
-    _trim()
-
-
-def _trim() -> None:
-    """Let go what is kept beyond the limit, the smallest first: the large ones cost the most to have again."""
-    while sum(map(len, kept := list(_kept))) > _kept_bytes:
-        largest = max(kept, key=len)
-        with contextlib.suppress(ValueError):  # another thread took it
-            _kept.remove(largest if len(largest) > _kept_bytes else min(kept, key=len))
+    if sum(map(len, list(_kept))) + len(memory) <= _kept_bytes:
+        _kept.append(memory)
