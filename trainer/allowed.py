@@ -165,7 +165,8 @@ LARGEST_NUMBER = 1e9
 """Of any other number, in both directions: timers cannot wait for longer, and in float32 such factors overflow."""
 
 TEMPERATURES = (0.01, 2.0)
-"""What vLLM 0.32 samples with: it raises what is lower to the first, unsaid, and refuses what is above the second."""
+"""What vLLM 0.32 samples with: it raises what is lower to the first, unsaid (``_MAX_TEMP`` in its sampling_params.py),
+while the learner would divide its logits by the lower one (L4); it refuses what is above the second."""
 
 
 def problem(key: str, value: Any) -> str | None:

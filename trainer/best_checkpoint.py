@@ -66,6 +66,6 @@ def record_best(run_dir: str | Path, metric: str | None) -> Path | None:
         return None
     text = json.dumps(asdict(best), indent=2) + "\n"
     file = folder / BEST_FILE
-    if not file.exists() or file.read_text(encoding="utf-8") != text:
+    if not file.exists() or file.read_bytes() != text.encode():
         write_atomically(file, text)
     return folder / best.checkpoint

@@ -36,7 +36,7 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[s
         if broken:
             sys.stderr.write(f"{folder / name}: {broken} lines cannot be read and are left out (a kill tears one)\n")
     try:
-        checks = read_config(folder / "config.yaml").get("checks", [])
+        checks = read_config(folder / "config.yaml").get("checks") or []
     except (YAMLError, UnicodeDecodeError) as error:
         raise UnreadableError(f"{folder / 'config.yaml'}: not YAML: {error}") from None
     summary = folder / "summary.json"

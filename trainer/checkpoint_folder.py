@@ -34,29 +34,28 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first, those that are not whole among them: see :func:`torn`."""
     found = (Path(run_dir).absolute() / "checkpoints").glob("step_*")
-    whole = (path for path in found if re.fullmatch(r"step_\d+", path.name) and (path / STATE_FILE).is_file())
-    return sorted(whole, key=step_of)
+    return sorted((path for path in found if re.fullmatch(r"step_\d+", path.name) and path.is_dir()), key=step_of)
 
 
 def torn(checkpoint: Path) -> str | None:
     """What of a checkpoint is missing or has another size than was written; ``None`` when it is whole.
 
-    One from before files were listed counts as whole.
+    One from before files were listed counts as whole if it has its state.
     """
-    listing = checkpoint / FILES_FILE
-    if not listing.exists():
-        return None
     try:
-        sizes = json.loads(listing.read_text(encoding="utf-8"))
-        for name, size in sizes.items():
+        listing = checkpoint / FILES_FILE
+        sizes = json.loads(listing.read_text(encoding="utf-8")) if listing.exists() else {}
+        for name, size in ({STATE_FILE: None} | sizes).items():
             file = checkpoint / name
             if not file.is_file():
                 return f"{name} is missing"
-            if file.stat().st_size != size:
+            if size is not None and file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes, {size} were written"
-    except (OSError, ValueError, AttributeError) as error:
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    except (ValueError, TypeError) as error:
         return f"{FILES_FILE} cannot be read ({error})"
     return None
 
@@ -69,7 +68,7 @@ def check_room(run_dir: str | Path) -> None:
     if not (found := checkpoints(run_dir)):
         return
     needed = sum(path.stat().st_size for path in found[-1].rglob("*") if path.is_file())
-    free = shutil.disk_usage(run_dir).free
+    free = shutil.disk_usage(found[-1].parent).free  # the folder of the checkpoints may be a link to another disk
     if free < needed:
         raise OSError(
             errno.ENOSPC, f"{free >> 20} MiB are free and a checkpoint takes {needed >> 20} MiB", str(run_dir)
@@ -86,11 +85,23 @@ def move_into_place(temporary: Path, final: Path) -> None:
         _flush(path)
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
         final.rename(replaced)
     temporary.rename(final)
     _flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def writing_path(final: Path) -> Path:
+    """Where the checkpoint that is to be ``final`` is written before it is moved there."""
+    return final.with_name(f".{final.name}.writing")
+
+
+def drop_unfinished(run_dir: str | Path) -> None:
+    """Remove what writing a checkpoint has left that did not come to its end: as much of a disk as a whole one takes,
+    and where the disk was full, what the run needs to go on."""
+    for path in (Path(run_dir).absolute() / "checkpoints").glob(".step_*.writing"):
+        _remove(path)
 
 
 def leave_branch(run_dir: str | Path, step: int) -> None:
@@ -102,7 +113,7 @@ def leave_branch(run_dir: str | Path, step: int) -> None:
     for path in checkpoints(run_dir):
         if step_of(path) > step and torn(path) is None:
             left = path.with_name(f".{path.name}.left")
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
             path.rename(left)
 
 
@@ -112,7 +123,7 @@ def drop_others(newest: Path, keep: int, spared: Collection[Path] = ()) -> None:
     current = everything.index(newest) + 1
     old = [path for path in everything[: max(0, current - keep)] if path not in spared]
     for path in [*old, *everything[current:], *newest.parent.glob(".step_*.left")]:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
 
 
 def put_back_replaced(run_dir: str | Path) -> None:
@@ -121,6 +132,14 @@ def put_back_replaced(run_dir: str | Path) -> None:
         final = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
         if not final.exists():
             path.rename(final)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or the link that stands for one which was moved elsewhere; nothing where there is none."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

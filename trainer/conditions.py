@@ -101,7 +101,7 @@ class Condition:
             pairs = zip(self._comparisons, terms, terms[1:], strict=False)
             finite = not any(isinstance(value, float) and math.isnan(value) for value in values.values())
             passed = finite and all(_COMPARISONS[type(op)](left, right) for op, left, right in pairs)
-        except (MissingError, TypeError, ZeroDivisionError) as error:
+        except (MissingError, TypeError, ValueError, ArithmeticError) as error:
             return Verdict(self.text, False, str(error))
         return Verdict(self.text, passed, ", ".join(_shown(value) for value in values.values()))
 

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import signal
 import sys
 import time
@@ -140,6 +141,9 @@ def model_folder(target: Target) -> Iterator[Config]:
             write_checkpoint_model(learner, base, config.model.trust_remote_code, folder)
         except (OSError, ValueError) as error:
             raise ConfigError(f"the weights of {target.name} cannot be read: {error}") from error
+        except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:  # torch's, of a damaged file
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the weights of {target.name} cannot be read, the file is damaged: {what}") from error
         yield replace(config, model=replace(config.model, path=str(folder)))
 
 
@@ -204,8 +208,15 @@ def append_result(path: Path, row: Mapping[str, Any]) -> None:
     from trainer.watch.run_folder import finite
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    begin = "\n" if path.is_file() and _last_line_is_cut(path) else ""  # not to become a part of what a kill cut in two
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+        file.write(begin + json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _last_line_is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1))
+        return file.read() not in (b"", b"\n")
 
 
 def table(metrics: Mapping[str, float], rollouts: int) -> str:

@@ -57,6 +57,8 @@ def find_target(what: str, overrides: Sequence[str]) -> Target:
         if not whole:
             raise ConfigError(f"the run in {path} has no whole checkpoint to evaluate")
         return _checkpoint_target(whole[-1], overrides)
+    if path.is_dir() and path in checkpoints(path.parent.parent):
+        return _checkpoint_target(path, overrides)  # which says what of it is missing
     return _model_target(what, path, overrides)
 
 

@@ -51,7 +51,7 @@ def read_groups(folder: Path, prompt: Callable[[int], Prompt], first_number: int
                 scored.append(Group(of, tuple(_scored(row, rollout) for row, rollout in group), version))
             else:
                 started.append(StartedGroup(of, tuple(rollout for _, rollout in group), version))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         where = f"{path}, line {read}" if read else str(path)
         raise ConfigError(
             f"the rollouts of the checkpoint cannot be read: {where}: {type(error).__name__}: {error}. Continue from "

@@ -92,6 +92,8 @@ class Parts:
     """The batch of a step that is made but not yet shown and written."""
     reporting: threading.Lock = field(default_factory=threading.Lock)
     """Held while a step is shown and written."""
+    committing: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a checkpoint gets its last files and its name, and while what one has left is removed."""
     unscored_in_a_row: int = 0
     kv_cache_usage: float = 0.0
     """Of the fullest engine since the last step, where it is looked at."""

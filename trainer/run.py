@@ -19,6 +19,8 @@ from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch
 from trainer.checks import ConfigError
 from trainer.cluster import Cluster, check_resources
 from trainer.config import Config
+from trainer.earlier_run import is_done, resume_step
+from trainer.learner_error import LearnerError
 from trainer.leave import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainer.placement import device_kind
 from trainer.prepare import Prepared, prepare
@@ -27,8 +29,7 @@ from trainer.signals import interrupts
 from trainer.state import (
     COLLECT_SECONDS,
     continue_from,
-    is_done,
-    resume_step,
+    leaves_learner_usable,
     rollouts_now,
     save_checkpoint,
 )
@@ -92,11 +93,11 @@ async def supervise(config: Config, prepared: Prepared, watch: Watch, cluster: C
                 if checkpoint is not None and state is not None:
                     watch.source("resume", str(checkpoint), f"resume={config.resume}")
                     # What it refuses must not cost the checkpoints that are left below.
-                    await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
+                    await load_learner(parts, checkpoint)
                     continue_from(state, prepared.kept, parts)
                     leave_branch(config.run_dir, state.step)
-                    record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
                 watch.begin()
+                record_best(config.run_dir, config.checkpoint.best)  # of what the run folder was rewound to
                 async with listening(parts, config.run_dir):
                     await train_and_save(parts)
             await asyncio.to_thread(watch.close, "done")
@@ -111,6 +112,18 @@ async def supervise(config: Config, prepared: Prepared, watch: Watch, cluster: C
             return EXIT_FAILED
 
 
+async def load_learner(parts: Parts, checkpoint: Path) -> None:
+    """Have the learner continue from a checkpoint. Its files have the right sizes, which is not to say that they can be
+    read: an error names the checkpoint, and what to do."""
+    try:
+        await parts.learner.load(str(checkpoint / LEARNER_FOLDER))
+    except LearnerError as error:
+        raise LearnerError(
+            f"the checkpoint {checkpoint} cannot be loaded: {error}. If it is damaged, continue from another with "
+            "`resume=PATH`"
+        ) from error
+
+
 async def train_and_save(parts: Parts) -> None:
     """Train; at the end, or when interrupted, save what was learned."""
     from trainer.loop import train
@@ -122,14 +135,26 @@ async def train_and_save(parts: Parts) -> None:
         await asyncio.wait({training})
         training.result()
         parts.watch.waiting("writing the last checkpoint and the export")
-        await save_checkpoint(parts)
-        await parts.learner.export(str(parts.watch.run_dir.absolute() / "export"))
+        await save_at_the_end(parts)
     except asyncio.CancelledError:
         parts.watch.waiting("interrupted: writing a checkpoint")
         await save_on_interrupt(parts, training)
         raise
     finally:
         training.cancel()
+
+
+async def save_at_the_end(parts: Parts) -> None:
+    """The last checkpoint and the export. Where there is no room for the first, there may be for the smaller one: what
+    was learned is not lost with the run, which fails all the same."""
+    export = str(parts.watch.run_dir.absolute() / "export")
+    try:
+        await save_checkpoint(parts)
+    except (OSError, LearnerError) as error:
+        if leaves_learner_usable(error, parts):
+            await parts.learner.export(export)
+        raise
+    await parts.learner.export(export)
 
 
 async def save_on_interrupt(parts: Parts, training: asyncio.Task[None]) -> None:

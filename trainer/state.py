@@ -13,15 +13,11 @@ import asyncio
 import contextlib
 import json
 import logging
-import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from generator.link import root_cause
 from generator.resume import Sampling
@@ -36,16 +32,18 @@ from trainer.checkpoint_folder import (
     checkpoint_path,
     checkpoints,
     drop_others,
+    drop_unfinished,
     move_into_place,
     put_back_replaced,
     torn,
+    writing_path,
 )
-from trainer.checks import ConfigError, get
+from trainer.checks import ConfigError
 from trainer.config import CheckpointConfig, Config, SamplingConfig
+from trainer.earlier_run import refuse_other_run
 from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
-from trainer.watch.read_folder import read_config
 from trainer.watch.totals import RunningTotals
 from trainer.zero_files import CHECKPOINT_TAG, check_stage
 
@@ -92,9 +90,11 @@ def find_checkpoint(config: Config) -> Path | None:
         return _newest_whole(checkpoints(config.run_dir))
     path = Path(config.resume).absolute()
     if not (path / STATE_FILE).is_file():
-        raise ConfigError(f"`resume={config.resume}`: the folder is no checkpoint (it has no {STATE_FILE})")
+        inside = f"; the newest in it is {found[-1]}" if (found := checkpoints(path)) else ""
+        raise ConfigError(f"`resume={config.resume}`: the folder is no checkpoint (it has no {STATE_FILE}){inside}")
     if wrong := torn(path):
         raise ConfigError(f"`resume={config.resume}`: the checkpoint is not whole: {wrong}")
+    refuse_other_run(path, config.run_dir, config.resume)
     return path
 
 
@@ -108,30 +108,6 @@ def _newest_whole(found: list[Path]) -> Path | None:
     if problems:
         raise ConfigError(f"no checkpoint of the run is whole: {'; '.join(problems)}. Take another run_dir")
     return None
-
-
-def resume_step(config: Config, state: RunState | None) -> int | None:
-    """The last step that the run has behind it: 0 for one that begins again, ``None`` for a fresh one."""
-    if state is not None:
-        return state.step
-    return 0 if begins_again(config) else None
-
-
-def begins_again(config: Config) -> bool:
-    """Whether the run folder holds the beginning of this very run, which ended before its first checkpoint was due.
-
-    ``resume=auto`` then starts at the beginning, in the place of what there is.
-    """
-    folder = Path(config.run_dir)
-    if config.resume != "auto" or not config.checkpoint.every or (folder / "export").exists():
-        return False
-    try:
-        steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").count("\n")
-        written = read_config(folder / "config.yaml")
-    except (OSError, ValueError, YAMLError):
-        return False
-    same = all(OmegaConf.select(written, key) == get(config, key) for key in ("name", "task", "seed", "model.path"))
-    return same and steps <= config.checkpoint.every and not checkpoints(folder)
 
 
 def load_state(
@@ -168,7 +144,7 @@ def load_state(
             prompts.load_state_dict(state.prompts, kept.prompt_ids)
     except (ConfigError, DataError):
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     return state, kept
 
@@ -203,15 +179,6 @@ def _resumable(kept: KeptGroups, sampling: SamplingConfig) -> KeptGroups:
         for group in kept.started
     )
     return replace(kept, started=tuple(started))
-
-
-def is_done(config: Config, state: RunState) -> bool:
-    """Whether the run in ``run_dir`` has come to its end, export included, and has nothing left to do."""
-    try:
-        summary = json.loads((Path(config.run_dir) / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return state.step == config.steps == summary.get("steps") and summary.get("status") == "done"
 
 
 def commit(
@@ -258,8 +225,7 @@ async def try_checkpoint(parts: Parts) -> None:
     try:
         await save_checkpoint(parts)
     except (OSError, LearnerError) as error:
-        # Where a rank failed alone, the others wait for it in a collective of the save: the learner is not usable.
-        if isinstance(error, LearnerError) and parts.config.learner.ranks > 1:
+        if not leaves_learner_usable(error, parts):
             raise
         parts.watch.count("checkpoints/failed", 1)
         logger.warning(
@@ -269,33 +235,43 @@ async def try_checkpoint(parts: Parts) -> None:
         )
 
 
+def leaves_learner_usable(error: OSError | LearnerError, parts: Parts) -> bool:
+    """Whether more can be asked of the learner after a checkpoint failed with ``error``. Where a rank failed alone, the
+    others wait for it in a collective of the save."""
+    return not isinstance(error, LearnerError) or parts.config.learner.ranks == 1
+
+
 async def save_checkpoint(parts: Parts, newest: Mapping[str, Rollout] | None = None) -> Path:
     """Write the checkpoint after the steps made so far and return its folder.
 
     ``newest`` is what :func:`rollouts_now` returned while rollouts were sampled; unless given, it is asked for. Raises
     ``OSError`` before anything is written when the disk has no room for another checkpoint like the last.
     """
-    step = parts.steps_done
-    final = checkpoint_path(parts.config.run_dir, step)
-    await asyncio.to_thread(check_room, parts.config.run_dir)
-    temporary = final.with_name(f".{final.name}.writing")
-    await asyncio.to_thread(shutil.rmtree, temporary, True)
-    # A push would wait behind this at the learner, against its deadline. An interrupt has ended the pushes, and waits
-    # for nothing that still holds the lock.
-    async with parts.weights if newest is None else contextlib.nullcontext():
-        await parts.learner.save(str(temporary / LEARNER_FOLDER))
-    if newest is None:
-        newest = await rollouts_now(parts)
-    # One moment: no await between here and the last of these.
-    kept = parts.groups.kept(newest)
-    state = RunState(
-        step,
-        parts.config.model.path,
-        parts.prompts.state_dict(),
-        parts.watch.state_dict(),
-        kept.first_number,
-        parts.model_source,
-    )
-    going_on = parts.evaluations.going_on
-    await asyncio.to_thread(commit, temporary, final, state, kept, parts.config.checkpoint, going_on)
+    step, run_dir = parts.steps_done, parts.config.run_dir
+    final = checkpoint_path(run_dir, step)
+    temporary = writing_path(final)
+    await asyncio.to_thread(_alone, parts, drop_unfinished, run_dir)
+    await asyncio.to_thread(check_room, run_dir)
+    try:
+        # A push would wait behind this at the learner, against its deadline. An interrupt has ended the pushes, and
+        # waits for nothing that still holds the lock.
+        async with parts.weights if newest is None else contextlib.nullcontext():
+            await parts.learner.save(str(temporary / LEARNER_FOLDER))
+        if newest is None:
+            newest = await rollouts_now(parts)
+        # One moment: no await between here and the last of these.
+        kept, position = parts.groups.kept(newest), parts.prompts.state_dict()
+        totals, source = parts.watch.state_dict(), parts.model_source
+        state = RunState(step, parts.config.model.path, position, totals, kept.first_number, source)
+        going_on = parts.evaluations.going_on
+        await asyncio.to_thread(_alone, parts, commit, temporary, final, state, kept, parts.config.checkpoint, going_on)
+    except Exception:
+        await asyncio.to_thread(_alone, parts, drop_unfinished, run_dir)
+        raise
     return final
+
+
+def _alone(parts: Parts, function: Callable[..., None], *arguments: Any) -> None:
+    """An interrupt leaves a checkpoint that is being written to its thread, and writes one of the same step."""
+    with parts.committing:
+        function(*arguments)

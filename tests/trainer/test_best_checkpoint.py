@@ -36,6 +36,13 @@ def evaluate(run_dir, **values: float | None) -> None:
             file.write(json.dumps({"step": int(name[1:]), METRIC: value}) + "\n")
 
 
+def rewind(run_dir, step: int) -> None:
+    """A run continues from ``step``."""
+    folder = RunFolder(run_dir, resume_step=step)
+    folder.rewind()
+    folder.close()
+
+
 def names(run_dir) -> list[str]:
     return [path.name for path in checkpoints(run_dir)]
 
@@ -136,7 +143,7 @@ def test_after_a_restart_from_an_older_checkpoint_the_best_is_one_of_what_the_ru
     for step, value in enumerate([0.2, 0.4, 0.9], start=1):
         checkpoint(tmp_path, step, keep=3)
         evaluate(tmp_path, **{f"v{step}": value})
-    RunFolder(tmp_path, resume_step=resumed).close()
+    rewind(tmp_path, resumed)
     leave_branch(tmp_path, resumed)
     record_best(tmp_path, METRIC)
     assert best(tmp_path)["step"] == resumed
@@ -145,7 +152,7 @@ def test_after_a_restart_from_an_older_checkpoint_the_best_is_one_of_what_the_ru
 def test_a_checkpoint_of_a_branch_that_was_left_does_not_get_the_value_of_the_new_one(tmp_path):
     for step in (1, 2, 3):
         checkpoint(tmp_path, step, keep=3)
-    RunFolder(tmp_path, resume_step=1).close()
+    rewind(tmp_path, 1)
     leave_branch(tmp_path, 1)
     assert names(tmp_path) == ["step_1"]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3, "nothing is lost before there is a new one"
@@ -155,3 +162,11 @@ def test_a_checkpoint_of_a_branch_that_was_left_does_not_get_the_value_of_the_ne
     checkpoint(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step_1", "step_3"]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_1", "step_3", "best.json"}
+
+
+def test_a_damaged_note_of_the_best_checkpoint_is_written_anew(tmp_path):
+    checkpoint(tmp_path, 1)
+    evaluate(tmp_path, v1=0.5)
+    (tmp_path / "checkpoints" / "best.json").write_bytes(b"\xff\x00")
+    record_best(tmp_path, METRIC)
+    assert best(tmp_path)["step"] == 1

@@ -73,6 +73,7 @@ def test_a_page_of_the_workflow_that_cannot_be_written_does_not_change_the_verdi
         (lambda f: (f / "summary.json").write_text("{"), [], "summary.json"),
         (lambda f: None, ['mean("nothing") > 1'], "no metric is called `nothing`"),
         (lambda f: None, ["1 +"], "cannot be read"),
+        (lambda f: (f / "config.yaml").write_text("checks:"), [], "no condition is given"),
     ],
 )
 def test_what_cannot_be_judged_is_exit_code_2_and_one_readable_line(run_dir, capsys, break_it, conditions, words):

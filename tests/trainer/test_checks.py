@@ -93,6 +93,8 @@ STREAMING = {"batch.streaming": True}
         ({"algorithm.objective": "math.exp"}, ["algorithm.objective=math.exp", "(batch, proximal,"]),
         ({"algorithm.advantage": "math.pi"}, ["algorithm.advantage=math.pi", "(statistics)"]),
         ({"sampling.temperature": 0.0}, ["greedy"]),
+        ({"sampling.temperature": 0.005}, ["sampling.temperature=0.005", "engines sample at 0.01 to 2"]),
+        ({"evaluation.temperature": 1e-6}, ["evaluation.temperature=1e-06", "or 0 for greedy"]),
         ({"sampling.top_p": 0.9}, ["sampling.top_p"]),
         ({"sampling.stop": [""]}, ["sampling.stop", "at least one character"]),
         ({"sampling.presence_penalty": 0.5}, ["weight_sync.mode=keep", "`wait`"]),

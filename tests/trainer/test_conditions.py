@@ -72,6 +72,13 @@ def test_a_metric_that_no_step_has_fails_and_names_the_nearest_that_one_has():
     assert "`reward/mean`" in found.seen
 
 
+@pytest.mark.parametrize(
+    ("condition", "value"), [('mean("reward/mean") > 0', "much"), ('sum("reward/mean") > 0', 1e308)]
+)
+def test_values_that_no_run_writes_fail_a_condition_and_not_the_program(condition, value):
+    assert not verdict(condition, rows=[{"reward/mean": value}] * 2).passed
+
+
 def test_a_summary_that_a_killed_run_never_wrote_fails_its_conditions():
     assert "no `status`" in verdict('summary("status") == "done"', summary={}).seen
 

@@ -8,7 +8,7 @@ import pytest
 from tests.trainer.configs import tiny_config
 from trainer.checkpoint_folder import FILES_FILE, STATE_FILE
 from trainer.checks import ConfigError
-from trainer.evaluate import append_result, evaluating, result, table
+from trainer.evaluate import append_result, evaluating, model_folder, result, table
 from trainer.evaluation_target import find_target, run_config
 from trainer.model import ResolvedModel
 from trainer.placement import engine_settings
@@ -45,6 +45,10 @@ def test_a_checkpoint_is_taken_by_its_path_and_one_that_is_not_whole_is_refused(
     assert find_target(str(path), []).version == 5
     (path / FILES_FILE).write_text("[")
     with pytest.raises(ConfigError, match="not whole"):
+        find_target(str(path), [])
+    (path / STATE_FILE).unlink()
+    (path / FILES_FILE).unlink()
+    with pytest.raises(ConfigError, match=f"not whole: {STATE_FILE} is missing"):
         find_target(str(path), [])
 
 
@@ -85,6 +89,28 @@ def test_keys_of_a_run_can_be_changed_with_hydras_grammar(run_dir):
 def test_an_override_that_cannot_be_is_named(run_dir, override, words):
     with pytest.raises(ConfigError, match=words):
         find_target(str(run_dir), [override])
+
+
+def test_a_configuration_that_is_no_text_is_named(run_dir):
+    (run_dir / "config.yaml").write_bytes(b"\xff\x00")
+    with pytest.raises(ConfigError, match="the configuration of the run cannot be read"):
+        find_target(str(run_dir), [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("failed reading zip archive"), KeyError("module"), EOFError()])
+def test_damaged_weights_are_named_with_their_checkpoint(error, run_dir, monkeypatch):
+    """What torch raises depends on the byte that is wrong."""
+
+    def read(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("trainer.inputs.find_model", lambda *_: None)
+    monkeypatch.setattr("trainer.checkpoint_model.write_checkpoint_model", read)
+    with (
+        pytest.raises(ConfigError, match=r"step_10 cannot be read.*damaged"),
+        model_folder(find_target(str(run_dir), [])),
+    ):
+        pass
 
 
 def test_a_run_of_one_hardware_is_evaluated_on_another(run_dir):
@@ -137,3 +163,13 @@ def test_the_result_says_of_which_weights_it_is_and_how_it_was_measured(run_dir,
     assert "0.5000 ±0.25" in shown
     assert "12.5 %" in shown
     assert "of easy        0.7500" in shown
+
+
+def test_a_result_behind_one_that_a_kill_cut_in_two_has_a_line_of_its_own(tmp_path):
+    path = tmp_path / "evaluated.jsonl"
+    for row in ({"step": 1}, {"step": 2}):
+        append_result(path, row)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    path.write_bytes(path.read_bytes()[:-4])
+    append_result(path, {"step": 3})
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"step":', '{"step": 3}']

@@ -34,12 +34,14 @@ from trainer.checkpoint_folder import FILES_FILE, checkpoints
 from trainer.checks import ConfigError
 from trainer.config import BatchConfig, CheckpointConfig, Config, SamplingConfig, StalenessConfig
 from trainer.data import PromptStream
+from trainer.earlier_run import resume_step
 from trainer.episodes import EpisodeSource, MultiTurn, SingleTurn
 from trainer.groups import KeptGroups
 from trainer.kept_rollouts import ROLLOUTS_FILE
+from trainer.learner_error import LearnerError
 from trainer.loop import Parts, train
 from trainer.run import train_and_save
-from trainer.state import continue_from, find_checkpoint, load_state, resume_step
+from trainer.state import continue_from, find_checkpoint, load_state
 from trainer.step_metrics import StepResult
 from trainer.watch import Watch
 from weight_sync.push import Pusher
@@ -310,6 +312,47 @@ def test_a_checkpoint_that_cannot_be_written_costs_the_run_nothing_but_itself(tm
     assert "could not be written" in caplog.text
     assert asked[:3] == [0, 1, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["checkpoints/failed"] == 1
+
+
+def test_a_checkpoint_that_fails_half_way_does_not_keep_the_disk_full(tmp_path, monkeypatch):
+    """Else the next line of ``metrics.jsonl`` would end the run. What a kill left goes with the next checkpoint."""
+    saves: list[str] = []
+    left: list[list[str]] = []
+
+    def look(*_: object) -> None:
+        left.append([path.name for path in (tmp_path / "checkpoints").glob(".*")])
+
+    async def save(learner: Learner, folder: str) -> None:
+        look()
+        saves.append(folder)
+        await asyncio.to_thread(Path(folder).mkdir, parents=True)
+        if len(saves) == 1:
+            (tmp_path / "checkpoints" / ".step_77.writing").mkdir()
+        if len(saves) == 2:
+            raise LearnerError("learner save failed on rank 0: OSError: No space left on device")
+
+    monkeypatch.setattr(Learner, "save", save)
+    monkeypatch.setattr("trainer.state.logger.warning", look)
+    assert Story(tmp_path, "one turn").process(None, gently=False) == "done"
+    assert len(saves) > 2
+    assert not any(left)
+
+
+def test_a_run_that_has_no_room_for_its_last_checkpoint_leaves_the_export(tmp_path, monkeypatch):
+    exported: list[str] = []
+
+    def check_room(run_dir: str) -> None:
+        if len(metrics := (tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS:
+            raise OSError(errno.ENOSPC, f"No space left on device after {len(metrics)} steps")
+
+    async def export(learner: Learner, folder: str) -> None:
+        exported.append(folder)
+
+    monkeypatch.setattr("trainer.state.check_room", check_room)
+    monkeypatch.setattr(Learner, "export", export)
+    with pytest.raises(OSError, match="No space left"):
+        Story(tmp_path, "one turn").process(None, gently=True)
+    assert exported == [str(tmp_path / "export")]
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path):

@@ -1,26 +1,40 @@
+import asyncio
 import json
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from generator.rollout import Prompt, Rollout
 from generator.task import DataError
 from tests.trainer.learner_files import FILES
+from tests.trainer.loop_doubles import Learner, parts
 from trainer.adapter_record import AdapterRecord
-from trainer.checkpoint_folder import FILES_FILE, STATE_FILE, check_room, checkpoint_path, checkpoints, torn
+from trainer.checkpoint_folder import (
+    FILES_FILE,
+    STATE_FILE,
+    check_room,
+    checkpoint_path,
+    checkpoints,
+    move_into_place,
+    torn,
+)
 from trainer.checks import ConfigError
 from trainer.config import CheckpointConfig, Config, LearnerConfig
 from trainer.data import PromptStream
 from trainer.groups import KeptGroups, StartedGroup
+from trainer.learner_error import LearnerError
+from trainer.run import load_learner
 from trainer.state import (
     LEARNER_FOLDER,
     RunState,
-    begins_again,
     commit,
     find_checkpoint,
-    is_done,
     load_state,
+    save_checkpoint,
 )
 from trainer.watch.totals import RunningTotals
 
@@ -84,6 +98,31 @@ def test_a_run_none_of_whose_checkpoints_is_whole_is_not_begun_again_over_its_re
         find_checkpoint(config(tmp_path))
 
 
+@pytest.mark.parametrize("lost", [STATE_FILE, FILES_FILE])
+def test_a_checkpoint_that_has_lost_its_state_is_named_and_nothing_is_begun_over_it(lost, tmp_path, capsys):
+    whole, newer = write(tmp_path, 1), write(tmp_path, 2)
+    (newer / STATE_FILE).unlink()
+    (newer / lost).unlink(missing_ok=True)
+    assert find_checkpoint(config(tmp_path)) == whole
+    assert f"{newer} is not whole" in capsys.readouterr().err
+    (whole / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match="no checkpoint of the run is whole"):
+        find_checkpoint(config(tmp_path))
+
+
+def test_a_checkpoint_whose_removal_a_kill_cut_short_is_removed_with_the_next(tmp_path):
+    (write(tmp_path, 1) / STATE_FILE).unlink()
+    write(tmp_path, 2, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_whole(tmp_path):
+    path = write(tmp_path, 1)
+    (path / FILES_FILE).unlink()
+    (path / FILES_FILE).mkdir()
+    assert "cannot be read" in torn(path)
+
+
 def test_a_checkpoint_from_before_files_were_listed_counts_as_whole(tmp_path):
     old = write(tmp_path, 1)
     (old / FILES_FILE).unlink()
@@ -103,42 +142,55 @@ def test_a_checkpoint_of_a_step_replaces_the_one_there_was(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
 
 
+def test_a_checkpoint_that_was_moved_to_another_disk_is_replaced_and_dropped_like_any_other(tmp_path):
+    for step in (3, 4):
+        path = write(tmp_path, step)
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    assert not write(tmp_path, 4, keep=1).is_symlink()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_4"]
+
+
 def test_a_disk_without_room_for_another_checkpoint_is_found_before_one_is_written(tmp_path, monkeypatch):
     check_room(tmp_path)
     write(tmp_path, 1)
     check_room(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 3})())
+    disks = {tmp_path / "checkpoints": 3, tmp_path: 1 << 40}  # the checkpoints may be on another one
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=disks[path]))
     with pytest.raises(OSError, match="a checkpoint takes"):
         check_room(tmp_path)
 
 
-class TestARunKilledBeforeItsFirstCheckpoint:
-    @pytest.fixture
-    def run_dir(self, tmp_path):
-        (tmp_path / "config.yaml").write_text("name: x\ntask: x\nseed: 0\nmodel:\n  path: auto\n")
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-        (tmp_path / "checkpoints" / ".step_2.writing").mkdir(parents=True)
-        return tmp_path
+async def test_an_interrupt_while_a_checkpoint_gets_its_name_writes_its_own_behind_it(tmp_path, monkeypatch):
+    """Both are of the same step, so they are written in the same place."""
+    events: list[str] = []
+    naming, go_on = threading.Event(), threading.Event()
 
-    def begins(self, run_dir, every=2, **changes):
-        return begins_again(replace(config(run_dir, **changes), checkpoint=CheckpointConfig(every=every)))
+    class SavingLearner(Learner):
+        async def save(self, folder: str) -> None:
+            events.append("saved")
+            await asyncio.to_thread(Path(folder).mkdir, parents=True)
 
-    def test_begins_again(self, run_dir):
-        assert self.begins(run_dir)
+    def slowly(temporary: Path, final: Path) -> None:
+        naming.set()
+        go_on.wait(10.0)
+        move_into_place(temporary, final)
+        events.append("named")
 
-    def test_does_not_where_more_would_be_lost_than_a_checkpoint_promises(self, run_dir):
-        assert not self.begins(run_dir, every=1)
-        assert not self.begins(run_dir, every=0)
-
-    def test_does_not_over_results_of_another_run(self, run_dir):
-        assert not begins_again(replace(config(run_dir), name="y", checkpoint=CheckpointConfig(every=2)))
-
-    def test_does_not_unless_it_resumes_by_itself(self, run_dir):
-        assert not self.begins(run_dir, resume="never")
-
-    def test_does_not_over_a_finished_run(self, run_dir):
-        (run_dir / "export").mkdir()
-        assert not self.begins(run_dir)
+    monkeypatch.setattr("trainer.state.move_into_place", slowly)
+    running = parts(learner=SavingLearner(1))
+    running.config.run_dir = str(tmp_path)
+    running.watch.state_dict = lambda: TOTALS
+    first = asyncio.create_task(save_checkpoint(running, {}))
+    await asyncio.to_thread(naming.wait, 10.0)
+    first.cancel()
+    await asyncio.wait({first})
+    second = asyncio.create_task(save_checkpoint(running, {}))
+    await asyncio.wait({second}, timeout=0.3)  # long enough to save beside the first one, if it did
+    go_on.set()
+    path = await second
+    assert events == ["saved", "named", "saved", "named"]
+    assert torn(path) is None
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -158,6 +210,9 @@ def test_resume_never_starts_afresh_beside_checkpoints(tmp_path):
 
 def test_a_path_that_is_no_checkpoint_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint"):
+        find_checkpoint(config(tmp_path, resume=str(tmp_path)))
+    newest = write(tmp_path, 2)
+    with pytest.raises(ConfigError, match=f"no checkpoint.*the newest in it is {newest}"):
         find_checkpoint(config(tmp_path, resume=str(tmp_path)))
 
 
@@ -234,23 +289,6 @@ def test_a_checkpoint_of_another_data_order_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("summary", "steps", "done"),
-    [
-        ('{"status": "done", "steps": 10}', 10, True),
-        ('{"status": "done", "steps": 10}', 12, False),
-        ('{"status": "interrupted", "steps": 10}', 10, False),
-        ('{"status": "do', 10, False),
-        (None, 10, False),
-    ],
-)
-def test_a_run_is_done_when_its_last_step_and_its_end_are_on_the_disk(tmp_path, summary, steps, done):
-    if summary is not None:
-        (tmp_path / "summary.json").write_text(summary)
-    state = RunState(step=10, model="m", prompts={}, totals={})
-    assert is_done(config(tmp_path, steps=steps), state) == done
-
-
-@pytest.mark.parametrize(
     ("written", "stage", "refused"),
     [
         (2, 3, True),
@@ -272,3 +310,12 @@ def test_a_learner_of_another_zero_stage_is_refused_before_anything_is_started(t
     run = replace(config(), learner=LearnerConfig(zero_stage=stage))
     with pytest.raises(ConfigError, match=r"learner\.zero_stage.*the stage must stay") if refused else nullcontext():
         load_state(folder, run, stream())
+
+
+async def test_a_learner_that_cannot_be_loaded_is_named_with_its_checkpoint_and_what_to_do(tmp_path):
+    class DamagedLearner:
+        async def load(self, folder: str) -> None:
+            raise LearnerError("learner load failed on rank 0: UnpicklingError: invalid load key")
+
+    with pytest.raises(LearnerError, match=r"step_4 cannot be loaded.*invalid load key.*another with `resume=PATH`"):
+        await load_learner(parts(learner=DamagedLearner()), checkpoint_path(tmp_path, 4))

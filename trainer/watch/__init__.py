@@ -85,7 +85,11 @@ class Watch:
         self.console.waiting(text)
 
     def begin(self) -> None:
-        """The parts have started and steps begin: start the bar and the clock of the first step."""
+        """The parts have started and steps begin: start the bar and the clock of the first step.
+
+        What an earlier run wrote of steps that will be done again is removed now, and not before.
+        """
+        self._folder.rewind()
         self.console.begin_steps(self._steps_done)
         self._stepped = time.monotonic()
 

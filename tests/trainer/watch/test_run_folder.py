@@ -133,6 +133,44 @@ def test_a_resumed_run_does_its_lost_steps_again_once(tmp_path, scored, group):
     assert not (tmp_path / "summary.json").exists()
 
 
+@pytest.mark.parametrize(
+    "tail",
+    [
+        '{"step": 3, "by_source/\u00e9'.encode()[:-1],
+        b'{"step": 2\x00\x00\x00\n\x00',
+        b'{"step": null}\n',
+        b'{"step": "1"}\n[1]',
+    ],
+    ids=["half a character", "zeros", "no step", "a step that is no number"],
+)
+def test_whatever_a_crash_left_at_the_end_of_the_metrics_is_dropped(tail, tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.append_metrics(step, {"by_source/a\u2028b/reward_mean": 1.0})  # no end of a line, but for `splitlines`
+    folder.close()
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before + tail)
+    folder = RunFolder(tmp_path, resume_step=2)
+    folder.rewind()
+    folder.close()
+    assert path.read_bytes() == before
+
+
+def test_a_run_that_continues_and_ends_before_its_first_step_has_removed_nothing(tmp_path):
+    """The checkpoints of the later steps may still be there, and another start goes on from them."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.append_metrics(step, {})
+        folder.append_evaluation(step, {"eval/reward_mean": 1.0})
+    folder.close()
+    folder = RunFolder(tmp_path, resume_step=1)
+    assert list(folder.evaluations) == [1]
+    folder.close()
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert [row["step"] for row in lines(tmp_path / name)] == [1, 2, 3]
+
+
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     write_atomically(path, "old")
