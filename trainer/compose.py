@@ -24,7 +24,7 @@ from trainer.config import Config
 from trainer.explain import GROUPS, explain, unknown_key
 from trainer.help import config_groups
 from trainer.nearest import nearest
-from trainer.wording import clipped
+from trainer.wording import PATH, clipped
 
 CONFIG_MODULE = "configs"
 
@@ -100,7 +100,7 @@ def config_folder(flags: Sequence[str]) -> str | None:
     for flag, value in pairwise(flags):
         if flag in ("--config-dir", "-cd"):
             if not os.path.isdir(value):  # also false for what cannot be looked up
-                raise ConfigError(f"`--config-dir {clipped(value)}`: there is no such folder in {Path.cwd()}")
+                raise ConfigError(f"`--config-dir {clipped(value, PATH)}`: there is no such folder in {Path.cwd()}")
             return value
     return None
 

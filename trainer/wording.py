@@ -10,9 +10,13 @@ def one_line(text: str) -> str:
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def clipped(value: str) -> str:
-    """A value that was given, as far as a message needs it."""
-    return value if len(value) <= 80 else f"{value[:80]}..."
+PATH = 300
+"""Characters of a path: its end says what it is."""
+
+
+def clipped(value: str, most: int = 80) -> str:
+    """A value that was given, as far as a message needs it: ``most`` characters of it."""
+    return value if len(value) <= most else f"{value[:most]}..."
 
 
 def shown(value: Any) -> str:
