@@ -20,6 +20,7 @@ from weight_sync.delta import Delta
 from weight_sync.digest import digest, to_wire
 from weight_sync.group import GlooGroup, TransferGroupError, send_buckets
 from weight_sync.manifest import Manifest, ManifestError
+from weight_sync.scratch import keep
 from weight_sync.source import DeepSpeedSource
 
 
@@ -136,7 +137,9 @@ class GlooTrainerWeightTransferEngine:
         """
         digests: list[int] = []
         stream = iter(self._source if self.delta is None else zip(manifest.names, self.delta.tensors, strict=True))
-        for bucket in plan_buckets(manifest, self._bucket_bytes):
+        buckets = plan_buckets(manifest, self._bucket_bytes)
+        keep((sum(entry.bytes for entry in bucket) for bucket in buckets), at_once=2)  # one is packed, one travels
+        for bucket in buckets:
             tensors = []
             for entry in bucket:
                 name, tensor = next(stream, (None, None))
