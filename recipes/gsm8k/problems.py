@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from generator.task import DataError
+from recipes.generated import Sample, distinct_rows
+from recipes.options import check_whole_number, several
 
 OPERATIONS = ("add", "subtract", "multiply", "divide")
 SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
@@ -36,8 +38,6 @@ EVENTS = {
 }
 QUESTIONS = ("How many {items} does {name} have now?",)
 
-MAX_USELESS_TRIES = 5000
-"""Samples in a row that bring nothing new, after which a difficulty counts as exhausted."""
 HELD_OUT_SHARE = 8
 """One combination of numbers and operations in this many is held out for evaluation."""
 
@@ -63,10 +63,7 @@ class Difficulty:
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in options.items() if key in known}
         if "operations" in values:
-            given = values["operations"]
-            values["operations"] = (
-                tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-            )
+            values["operations"] = several(values["operations"])
         difficulty = replace(cls(), **values)
         difficulty._check()
         return difficulty
@@ -74,9 +71,7 @@ class Difficulty:
     def _check(self) -> None:
         least_of = {"steps": 1, "largest_number": 2, "largest_result": 0, "train_rows": 1, "eval_rows": 0}
         for name, least in least_of.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DataError(f"data.options.{name} is {value!r}; it must be a whole number, at least {least}")
+            check_whole_number(name, getattr(self, name), least)
         unknown = [name for name in self.operations if name not in OPERATIONS]
         if unknown or not self.operations:
             raise DataError(f"data.options.operations is {list(self.operations)}; choose from {', '.join(OPERATIONS)}")
@@ -93,27 +88,15 @@ def generate(difficulty: Difficulty, seed: int) -> tuple[list[dict[str, str]], l
     allows too few distinct problems.
     """
     rng = random.Random(f"gsm8k problems {seed}")
-    wanted = {"train": difficulty.train_rows, "eval": difficulty.eval_rows}
-    found: dict[str, dict[str, dict[str, str]]] = {"train": {}, "eval": {}}
-    useless = 0
-    while useless < MAX_USELESS_TRIES and any(len(found[split]) < wanted[split] for split in wanted):
-        useless += 1
+
+    def sample() -> Sample | None:
         start, steps = _sample_chain(difficulty, rng)
         if steps is None:
-            continue
-        split = _split_of(start, steps)
+            return None
         row = _render(start, steps, rng)
-        if len(found[split]) < wanted[split] and row["question"] not in found[split]:
-            found[split][row["question"]] = row
-            useless = 0
-    for split, count in wanted.items():
-        if len(found[split]) < count:
-            raise DataError(
-                f"the generated problems allow only {len(found[split])} distinct {split} rows of the {count} asked for "
-                f"with {difficulty}; raise data.options.largest_number or steps, add operations, or lower "
-                f"data.options.{split}_rows"
-            )
-    return list(found["train"].values()), list(found["eval"].values())
+        return _split_of(start, steps), row["question"], row
+
+    return distinct_rows(sample, difficulty, "raise data.options.largest_number or steps, add operations")
 
 
 def _sample_chain(difficulty: Difficulty, rng: random.Random) -> tuple[int, list[Step] | None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from generator.task import DataError
+from recipes.files import json_lines
 from recipes.gsm8k.reward import MARK, marked_number
 from recipes.hub import read_from_hub
 
@@ -26,27 +26,13 @@ def read_file(path: Path) -> list[dict[str, str]]:
     if path.is_dir():
         raise DataError(f"data.path: {path} is a folder; give a file of JSON lines")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        located = json_lines(path, f"an object with {' and '.join(COLUMNS)}")
+        rows = [checked_row(row, where) for row, where in located]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.path: {path} cannot be read as UTF-8 text: {error}") from error
-    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise DataError(f"data.path: {path} is empty; it needs one JSON object with question and answer a line")
     return rows
-
-
-def _parse(line: str, where: str) -> dict[str, str]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: the line is not JSON: {error.msg} at column {error.colno}") from error
-    except ValueError as error:  # an integer too long to be read
-        raise DataError(f"{where}: the line cannot be read: {error}") from error
-    except RecursionError as error:
-        raise DataError(f"{where}: the line is nested too deeply") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: the line is a JSON {type(row).__name__}, not an object with {' and '.join(COLUMNS)}")
-    return checked_row(row, where)
 
 
 def checked_row(row: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from generator.task import DataError, Messages, TaskContext, TaskData
 from recipes.gsm8k.problems import Difficulty, generate
 from recipes.gsm8k.source import HUB_ID, read_file, read_hub
 from recipes.hub import HubError
+from recipes.options import check_options
 
 REASONING_INSTRUCTION = (
     "Solve the problem. Reason step by step, then write the final answer on a line of its own as #### <number>."
@@ -47,7 +48,7 @@ class GSM8K:
         Raises :class:`DataError` for a file that is not in GSM8K's schema, an unknown option, or ``source=hub`` without
         the hub.
         """
-        _check_options(context.options)
+        check_options(context.options, OPTIONS, {"source": SOURCES, "prompt": STYLES})
         data = self._load(context)
         style = context.options.get("prompt", "auto")
         generated = data.source.startswith(GENERATED)
@@ -106,12 +107,3 @@ def _generated(context: TaskContext, reason: str) -> TaskData:
     operations = ", ".join(difficulty.operations)
     shape = f"{difficulty.steps}-step problems ({operations}; numbers to {difficulty.largest_number})"
     return TaskData(train, f"{GENERATED}: {len(train)} {shape}", reason, held_out)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for key in options:
-        if key not in OPTIONS:
-            raise DataError(f"data.options has no key {key!r} in this recipe; there are {', '.join(OPTIONS)}")
-    for key, allowed in (("source", SOURCES), ("prompt", STYLES)):
-        if options.get(key, "auto") not in allowed:
-            raise DataError(f"data.options.{key} is {options[key]!r}; choose from {', '.join(allowed)}")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
 from generator.task import DataError
+from recipes.generated import Sample, distinct_rows
+from recipes.options import check_whole_number, several
 
-MAX_USELESS_TRIES = 5000
-"""Samples in a row that bring nothing new, after which a difficulty counts as exhausted."""
 HELD_OUT_SHARE = 8
 """One combination of numbers in this many is held out for evaluation."""
 
@@ -38,17 +38,14 @@ class Difficulty:
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in options.items() if key in known}
         if "kinds" in values:
-            given = values["kinds"]
-            values["kinds"] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+            values["kinds"] = several(values["kinds"])
         difficulty = replace(cls(), **values)
         difficulty._check()
         return difficulty
 
     def _check(self) -> None:
         for name, least in {"largest_number": 2, "train_rows": 1, "eval_rows": 0}.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DataError(f"data.options.{name} is {value!r}; it must be a whole number, at least {least}")
+            check_whole_number(name, getattr(self, name), least)
         if not self.kinds or any(kind not in KINDS for kind in self.kinds):
             raise DataError(f"data.options.kinds is {list(self.kinds)}; choose from {', '.join(KINDS)}")
 
@@ -60,24 +57,13 @@ def generate(difficulty: Difficulty, seed: int) -> tuple[list[dict[str, str]], l
     allows too few distinct problems.
     """
     rng = random.Random(f"math problems {seed}")
-    wanted = {"train": difficulty.train_rows, "eval": difficulty.eval_rows}
-    found: dict[str, dict[str, dict[str, str]]] = {"train": {}, "eval": {}}
-    useless = 0
-    while useless < MAX_USELESS_TRIES and any(len(found[split]) < wanted[split] for split in wanted):
-        useless += 1
+
+    def sample() -> Sample:
         kind = rng.choice(difficulty.kinds)
         problem, answer = KINDS[kind](rng, difficulty.largest_number)
-        split = _split_of(problem)
-        if len(found[split]) < wanted[split] and problem not in found[split]:
-            found[split][problem] = {"problem": problem, "answer": latex(answer), "kind": kind}
-            useless = 0
-    for split, count in wanted.items():
-        if len(found[split]) < count:
-            raise DataError(
-                f"the generated problems allow only {len(found[split])} distinct {split} rows of the {count} asked for "
-                f"with {difficulty}; raise data.options.largest_number, add kinds, or lower data.options.{split}_rows"
-            )
-    return list(found["train"].values()), list(found["eval"].values())
+        return _split_of(problem), problem, {"problem": problem, "answer": latex(answer), "kind": kind}
+
+    return distinct_rows(sample, difficulty, "raise data.options.largest_number, add kinds")
 
 
 def latex(number: Fraction) -> str:

@@ -12,6 +12,7 @@ from recipes.hub import HubError
 from recipes.math import reward
 from recipes.math.problems import Difficulty, generate
 from recipes.math.source import HUB_ID, Columns, read_file, read_hub
+from recipes.options import check_options
 
 REASONING_INSTRUCTION = (
     r"Solve the problem. Reason step by step, then write the final answer as \boxed{answer}, in LaTeX."
@@ -126,12 +127,7 @@ def _check_library() -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    for key in options:
-        if key not in OPTIONS:
-            raise DataError(f"data.options has no key {key!r} in this recipe; there are {', '.join(OPTIONS)}")
-    for key, allowed in (("source", SOURCES), ("prompt", STYLES)):
-        if options.get(key, "auto") not in allowed:
-            raise DataError(f"data.options.{key} is {options[key]!r}; choose from {', '.join(allowed)}")
+    check_options(options, OPTIONS, {"source": SOURCES, "prompt": STYLES})
     for key in ("hub_id", "subset", "split", "eval_split", "problem", "answer"):
         if not isinstance(options.get(key), str | None):
             raise DataError(f"data.options.{key} is {options[key]!r}, not a text")

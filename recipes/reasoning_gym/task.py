@@ -7,6 +7,7 @@ from typing import Any
 
 from generator.task import DataError, Messages, TaskContext, TaskData
 from recipes.bounded import CallCutError, CallFailedError
+from recipes.options import check_options, check_whole_number
 from recipes.reasoning_gym import reward
 
 DEFAULT_TASK = "chain_sum"
@@ -99,9 +100,7 @@ def _checked_options(context: TaskContext) -> dict[str, Any]:
     """``data.options`` with its defaults. Raises :class:`DataError`."""
     if context.data_path is not None or context.eval_path is not None:
         raise DataError("data.path and data.eval_path are set, but reasoning_gym generates its rows; leave them unset")
-    for key in context.options:
-        if key not in OPTIONS:
-            raise DataError(f"data.options has no key {key!r} in this recipe; there are {', '.join(OPTIONS)}")
+    check_options(context.options, OPTIONS, {})
     options: dict[str, Any] = {
         "task": DEFAULT_TASK,
         "config": {},
@@ -121,7 +120,5 @@ def _checked_options(context: TaskContext) -> dict[str, Any]:
     if options["easy"]:
         options["config"] = {**EASY.get(options["task"], {}), **options["config"]}
     for key, least in {"train_rows": 1, "eval_rows": 0}.items():
-        value = options[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise DataError(f"data.options.{key} is {value!r}; it must be a whole number, at least {least}")
+        check_whole_number(key, options[key], least)
     return options
