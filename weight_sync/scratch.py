@@ -4,11 +4,13 @@ Buckets of tens of megabytes, allocated and freed in turns with smaller tensors,
 buckets do not fit into (aligned allocations least of all): a push of 500 MB grew a learner by 800 MB that it did not
 use, and gave none of it back. A mapping goes back to the operating system when its last tensor is gone, but for a few
 that are kept for the next bucket and the next push: to be given new pages takes about as long as to receive into them.
+What does come from the heap in a push, ZeRO-3's gathers, fills its holes one after another: :func:`trim_heap`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import weakref
 from collections.abc import Iterable
@@ -29,6 +31,16 @@ def keep(sizes: Iterable[int], at_once: int) -> None:
     global _kept_bytes
     _kept_bytes = sum(sorted(sizes)[-at_once:])
     _trim()
+
+
+def trim_heap() -> None:
+    """Give what is free in glibc's heap back to the operating system: milliseconds. Nothing with another C library.
+
+    DeepSpeed gathers each bucket of a ZeRO-3 push into tensors from the heap. Each time they land in other holes of it,
+    and 16 buckets of 27 MB grew a learner by 150 MB that were free again.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def scratch(size: int) -> torch.Tensor:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from weight_sync.lora import LoraPart, adapters_of, peft_config
 from weight_sync.manifest import Manifest, abridged
-from weight_sync.scratch import scratch
+from weight_sync.scratch import scratch, trim_heap
 from weight_sync.snapshot import Share
 
 
@@ -201,7 +201,7 @@ class DeepSpeedSource:
         with self._whole(bucket):
             return [(name, self._for_the_wire(tensor)) for name, tensor in bucket]
 
-    def _whole(self, bucket: list[tuple[str, torch.Tensor]]) -> AbstractContextManager[Any]:
+    def _whole(self, bucket: list[tuple[str, torch.Tensor]]) -> AbstractContextManager[None]:
         """A context in which the bucket's tensors have their full data, and so does what is to be merged into them."""
         tensors = [tensor for _, tensor in bucket]
         return _gather(tensors + [factor for tensor in tensors for factor in self._factors(tensor)])
@@ -242,14 +242,19 @@ def _partition(tensor: torch.Tensor) -> Share:
     return Share(start, partition[: max(0, min(partition.numel(), parameter.ds_numel - start))])
 
 
-def _gather(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
+@contextmanager
+def _gather(tensors: list[torch.Tensor]) -> Iterator[None]:
     """A context in which the tensors have their full data; a collective with ZeRO-3, else nothing."""
     partitioned = [tensor for tensor in tensors if _is_partitioned(tensor)]
     if not partitioned:
-        return nullcontext()
+        yield
+        return
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(partitioned)
+    with deepspeed.zero.GatheredParameters(partitioned):
+        yield
+    if partitioned[0].device.type == "cpu":
+        trim_heap()
 
 
 def _without_adapter_name(name: str) -> str:

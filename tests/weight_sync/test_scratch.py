@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weight_sync import scratch as scratch_module
-from weight_sync.scratch import keep, scratch
+from weight_sync.scratch import keep, scratch, trim_heap
 
 
 def resident() -> int:
@@ -61,3 +61,13 @@ def test_the_largest_buckets_of_a_push_are_kept_whatever_their_order_and_no_more
         assert sorted(len(memory) >> 20 for memory in scratch_module._kept) == [10, 10, 30]
     keep([10 << 20], at_once=3)
     assert [len(memory) >> 20 for memory in scratch_module._kept] == [10]
+
+
+def test_what_is_free_in_the_heap_below_something_that_is_not_goes_back_when_it_is_trimmed():
+    blocks = [torch.ones(64 << 10, dtype=torch.uint8) for _ in range(1000)]
+    last = blocks[-1]
+    del blocks
+    before = resident()
+    trim_heap()
+    assert before - resident() > 40 << 20
+    assert (last == 1).all()
