@@ -30,15 +30,19 @@ def measure(recipe: str, dtype: str) -> dict[str, Any]:
     """Mean and largest absolute difference of a run, in nats a token. Raises ``CalledProcessError`` when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "trainer", f"recipe={recipe}", f"model.dtype={dtype}", "hardware=cpu",
-                   "steps=3", "staleness.max_versions=0", "batch.prompts=4", "logger.wandb.mode=disabled",
+                   "steps=3", "staleness.max_versions=0", "batch.prompts=8", "logger.wandb.mode=disabled",
                    f"run_dir={folder}/run"]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=RUN_TIMEOUT)
         rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    compared = [row for row in rows if "mismatch/logprob_abs_diff_mean" in row]
+    if not compared:  # rewards that differ nowhere leave nothing to compute
+        raise RuntimeError(f"no step of {' '.join(command)} had anything to learn from, so nothing was compared")
     return {
         "recipe": recipe,
         "dtype": dtype,
-        "mean": statistics.mean(row["mismatch/logprob_abs_diff_mean"] for row in rows),
-        "max": max(row["mismatch/logprob_abs_diff_max"] for row in rows),
+        "steps": len(compared),
+        "mean": statistics.mean(row["mismatch/logprob_abs_diff_mean"] for row in compared),
+        "max": max(row["mismatch/logprob_abs_diff_max"] for row in compared),
     }
 
 

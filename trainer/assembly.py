@@ -134,21 +134,24 @@ async def connect(config: Config, learner: LearnerGroup, engines: EnginePool, po
 
     Staging and deltas spare the engines of training a pause; nobody waits for another pool.
     """
+    from trainer.learner_setup import TransferSpec
+
     sync, training = config.weight_sync, pool == TRAINING
     members = await engines.take_members()
     await learner.connect_weights(
-        [link.handle for link in members],
-        names=[link.name for link in members],
-        workers=[link.workers for link in members],
-        address=learner.address if sync.address == "auto" else sync.address,
-        port=0,
-        backend=transfer_backend(config),
-        bucket_bytes=sync.bucket_mib << 20,
-        transfer_timeout=INNER_SHARE * sync.timeout,
-        staging=sync.staging_device if sync.staging and training else None,
-        deltas=sync.delta and training,
-        adapters=pushes_adapters(config),
-        pool=pool,
+        TransferSpec(
+            pool,
+            engines=[link.handle for link in members],
+            names=[link.name for link in members],
+            workers=[link.workers for link in members],
+            address=learner.address if sync.address == "auto" else sync.address,
+            backend=transfer_backend(config),
+            bucket_bytes=sync.bucket_mib << 20,
+            timeout=INNER_SHARE * sync.timeout,
+            staging=sync.staging_device if sync.staging and training else None,
+            deltas=sync.delta and training,
+            adapters=pushes_adapters(config),
+        )
     )
 
 

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from trainer.learner import Learner
-from trainer.learner_setup import LearnerSpec
+from trainer.learner_setup import LearnerSpec, TransferSpec
 from trainer.step_metrics import StepResult
 from trainer.train_rollout import TrainRollout
 from weight_sync.source import DeepSpeedSource
@@ -65,40 +65,28 @@ class LearnerActor:
     def export(self, folder: str) -> None:
         self._learner.export(folder)
 
-    def connect_weights(
-        self,
-        pool: str,
-        engines: Sequence[Any],
-        names: Sequence[str],
-        workers: Sequence[int],
-        address: str,
-        port: int,
-        backend: str,
-        bucket_bytes: int,
-        timeout: float,
-        staging: str | None,
-        deltas: bool,
-        adapters: bool,
-    ) -> None:
-        if pool not in self._senders:
-            options: dict[str, Any] = {
-                "backend": backend,
-                "rank": self._learner.rank,
-                "bucket_bytes": bucket_bytes,
-                "timeout": timeout,
-            }
-            if adapters:
-                from weight_sync.adapter_sender import AdapterSender
+    def connect_weights(self, transfer: TransferSpec) -> None:
+        if transfer.pool not in self._senders:
+            self._senders[transfer.pool] = self._sender(transfer)
+        sender = self._senders[transfer.pool]
+        sender.connect(transfer.engines, transfer.names, transfer.workers, transfer.address, 0)
 
-                base, adapter = self._source("base", bucket_bytes), self._source("adapter", bucket_bytes)
-                self._senders[pool] = AdapterSender(base, adapter, **options)
-            else:
-                from weight_sync.sender import WeightSender
+    def _sender(self, transfer: TransferSpec) -> Any:
+        size = transfer.bucket_bytes
+        options: dict[str, Any] = {
+            "backend": transfer.backend,
+            "rank": self._learner.rank,
+            "bucket_bytes": size,
+            "timeout": transfer.timeout,
+        }
+        if transfer.adapters:
+            from weight_sync.adapter_sender import AdapterSender
 
-                ranks = self._learner.world_size
-                source = self._source("merged", bucket_bytes)
-                self._senders[pool] = WeightSender(source, staging=staging, deltas=deltas, ranks=ranks, **options)
-        self._senders[pool].connect(engines, names, workers, address, port)
+            return AdapterSender(self._source("base", size), self._source("adapter", size), **options)
+        from weight_sync.sender import WeightSender
+
+        options |= {"staging": transfer.staging, "deltas": transfer.deltas, "ranks": self._learner.world_size}
+        return WeightSender(self._source("merged", size), **options)
 
     def _source(self, part: LoraPart, bucket_bytes: int) -> DeepSpeedSource:
         dtype = getattr(torch, self._learner.spec.dtype)

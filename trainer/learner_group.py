@@ -13,7 +13,7 @@ import ray
 from trainer.evaluation_engine import TRAINING
 from trainer.learner_actor import LearnerActor
 from trainer.learner_error import LearnerError
-from trainer.learner_setup import LearnerSpec
+from trainer.learner_setup import LearnerSpec, TransferSpec
 from trainer.step_metrics import StepResult
 from trainer.train_rollout import TrainRollout
 
@@ -93,43 +93,9 @@ class LearnerGroup:
         """Write a folder that transformers and vLLM load directly."""
         await self._call("export", str(folder))
 
-    async def connect_weights(
-        self,
-        engines: Sequence[Any],
-        *,
-        names: Sequence[str],
-        workers: Sequence[int],
-        address: str,
-        port: int,
-        backend: str,
-        bucket_bytes: int,
-        transfer_timeout: float,
-        staging: str | None = None,
-        deltas: bool = False,
-        adapters: bool = False,
-        pool: str = TRAINING,
-    ) -> None:
-        """Build the transfer group between rank 0 and the engines of a pool, again after a failed push.
-
-        The arguments are those of :class:`weight_sync.sender.WeightSender` and its ``connect``; with ``adapters`` a
-        :class:`weight_sync.adapter_sender.AdapterSender` takes its place. Weights travel in the
-        dtype of the forward pass, which is also the engines'.
-        """
-        await self._call(
-            "connect_weights",
-            pool,
-            list(engines),
-            list(names),
-            list(workers),
-            address,
-            port,
-            backend,
-            bucket_bytes,
-            transfer_timeout,
-            staging,
-            deltas,
-            adapters,
-        )
+    async def connect_weights(self, transfer: TransferSpec) -> None:
+        """Build the transfer group between rank 0 and the engines of a pool, again after a failed push."""
+        await self._call("connect_weights", transfer)
 
     async def prepare(self, base: int | None = None, pool: str = TRAINING) -> Manifest:
         """Check on every rank that the weights are finite; the manifest of what engines will hold. Disturbs none.

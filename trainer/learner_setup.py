@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,30 @@ class LearnerSpec:
     algorithm: AlgorithmConfig
     gpus: float = 1.0
     """GPUs that a rank reserves where ``device`` is cuda; less than 1 where it shares one with an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """How weights travel from a learner's first rank to the engines of one pool. Picklable.
+
+    The fields without a word of their own are those of :class:`weight_sync.sender.WeightSender` and its ``connect``.
+    Weights travel in the dtype of the forward pass, which is also the engines'.
+    """
+
+    pool: str
+    """The learner keeps a sender for each."""
+    engines: Sequence[Any]
+    """Ray actor handles."""
+    names: Sequence[str]
+    workers: Sequence[int]
+    address: str
+    backend: str
+    bucket_bytes: int
+    timeout: float
+    staging: str | None = None
+    deltas: bool = False
+    adapters: bool = False
+    """Push adapters alone, with a :class:`weight_sync.adapter_sender.AdapterSender`."""
 
 
 def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
