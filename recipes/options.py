@@ -21,10 +21,12 @@ def check_options(options: Mapping[str, Any], known: Sequence[str], choices: Map
             raise DataError(f"data.options.{key} is {options[key]!r}; choose from {', '.join(allowed)}")
 
 
-def check_whole_number(key: str, value: Any, least: int) -> None:
-    """Raise :class:`DataError` for a value that is no whole number, or below ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise DataError(f"data.options.{key} is {value!r}; it must be a whole number, at least {least}")
+def check_whole_number(key: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise :class:`DataError` for a value that is no whole number, below ``least``, or above ``most``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        at_most = "" if most is None else f" and at most {most}"
+        raise DataError(f"data.options.{key} is {value!r}; it must be a whole number, at least {least}{at_most}")
 
 
 def several(given: Any) -> tuple[Any, ...]:

@@ -19,8 +19,9 @@ class CiTiny:
 
     def load(self, context: TaskContext) -> TaskData:
         """Generate the strings. Raises :class:`DataError` for a data file or an option, as it has neither."""
-        if context.data_path is not None:
-            raise DataError(f"data.path is {context.data_path!r}, but ci_tiny generates its prompts; leave it unset")
+        for key, path in {"data.path": context.data_path, "data.eval_path": context.eval_path}.items():
+            if path is not None:
+                raise DataError(f"{key} is {path!r}, but ci_tiny generates its prompts; leave it unset")
         if context.options:
             raise DataError(f"data.options: no key {next(iter(context.options))!r} in this recipe; there are none")
         rng = random.Random(f"ci_tiny prompts {context.seed}")

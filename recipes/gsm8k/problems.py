@@ -70,8 +70,9 @@ class Difficulty:
 
     def _check(self) -> None:
         least_of = {"steps": 1, "largest_number": 2, "largest_result": 0, "train_rows": 1, "eval_rows": 0}
+        most_of = {"steps": 100, "largest_number": 1000}  # each step of each problem looks at every number there is
         for name, least in least_of.items():
-            check_whole_number(name, getattr(self, name), least)
+            check_whole_number(name, getattr(self, name), least, most_of.get(name))
         unknown = [name for name in self.operations if name not in OPERATIONS]
         if unknown or not self.operations:
             raise DataError(f"data.options.operations is {list(self.operations)}; choose from {', '.join(OPERATIONS)}")

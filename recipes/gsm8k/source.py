@@ -1,4 +1,4 @@
-"""Where GSM8K's rows come from: a file of JSON lines, the hub, and the checks both go through."""
+"""Where GSM8K's rows come from: a local file, the hub, and the checks both go through."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.task import DataError
-from recipes.files import json_lines
+from recipes.files import read_rows
 from recipes.gsm8k.reward import MARK, marked_number
 from recipes.hub import read_from_hub
 
@@ -15,24 +15,12 @@ HUB_ID = "openai/gsm8k"
 COLUMNS = ("question", "answer")
 
 
-def read_file(path: Path) -> list[dict[str, str]]:
-    """Read JSON lines with the columns ``question`` and ``answer``.
+def read_file(path: str, key: str = "data.path") -> list[dict[str, str]]:
+    """Read a file, which the configuration names as ``key``, of rows with the columns ``question`` and ``answer``.
 
-    Blank lines are skipped; a byte order mark and Windows line ends are accepted. Raises :class:`DataError` with the
-    file and line of what is wrong.
+    Raises :class:`DataError` with the file and line of what is wrong, as :func:`recipes.files.read_rows` does.
     """
-    if not path.exists():
-        raise DataError(f"data.path: there is no file {path} (looked in {path.absolute().parent})")
-    if path.is_dir():
-        raise DataError(f"data.path: {path} is a folder; give a file of JSON lines")
-    try:
-        located = json_lines(path, f"an object with {' and '.join(COLUMNS)}")
-        rows = [checked_row(row, where) for row, where in located]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.path: {path} cannot be read as UTF-8 text: {error}") from error
-    if not rows:
-        raise DataError(f"data.path: {path} is empty; it needs one JSON object with question and answer a line")
-    return rows
+    return [checked_row(row, where) for row, where in read_rows(Path(path).expanduser(), key)]
 
 
 def checked_row(row: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from generator.task import DataError, Messages, TaskContext, TaskData
@@ -79,8 +78,8 @@ class GSM8K:
 
     def _load(self, context: TaskContext) -> TaskData:
         if context.data_path is not None:
-            rows = read_file(Path(context.data_path).expanduser())
-            held_out = read_file(Path(context.eval_path).expanduser()) if context.eval_path is not None else ()
+            rows = read_file(context.data_path)
+            held_out = read_file(context.eval_path, "data.eval_path") if context.eval_path is not None else ()
             return TaskData(rows, f"{len(rows)} rows of {context.data_path}", "data.path is set", held_out)
         if context.eval_path is not None:
             raise DataError("data.eval_path is for data of one's own; set data.path too")

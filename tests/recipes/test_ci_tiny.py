@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,8 +41,10 @@ def test_prompts_depend_on_the_seed_alone():
 
 
 def test_a_data_file_is_refused_instead_of_ignored():
-    with pytest.raises(DataError, match=r"data\.path"):
+    with pytest.raises(DataError, match=r"data\.path is 'rows\.jsonl'"):
         CiTiny().load(context("rows.jsonl"))
+    with pytest.raises(DataError, match=r"data\.eval_path is 'rows\.jsonl'"):
+        CiTiny().load(replace(context(), eval_path="rows.jsonl"))
 
 
 def test_every_character_is_one_token_and_decodes_to_itself(folder):

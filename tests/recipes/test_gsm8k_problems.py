@@ -91,6 +91,7 @@ def test_a_difficulty_with_too_few_problems_is_refused_with_what_to_change():
         ({"steps": 0}, "data.options.steps is 0"),
         ({"steps": "two"}, "data.options.steps is 'two'"),
         ({"largest_number": 1}, "at least 2"),
+        ({"largest_number": 10**9}, "at least 2 and at most 1000"),
         ({"eval_rows": -1}, "data.options.eval_rows is -1"),
         ({"operations": ["add", "root"]}, "choose from add, subtract, multiply, divide"),
         ({"operations": []}, "choose from"),

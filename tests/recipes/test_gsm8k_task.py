@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_a_byte_order_mark_windows_line_ends_and_unicode_separators_are_no_troub
         (['{"question": "q", "answer": "#### five"}'], r":1: the answer has no single number after '####'"),
         ([], r"is empty"),
         (["", "  "], r"is empty"),
-        ([b"\xff\xfe\x00"], r"cannot be read as UTF-8"),
+        ([b"\xff\xfe\x00"], r"cannot be read: .*utf-8"),
     ],
 )
 def test_a_bad_data_file_is_refused_with_file_line_and_cause(tmp_path, lines, message):
@@ -66,6 +67,9 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         GSM8K().load(context(tmp_path / "nothing.jsonl"))
     with pytest.raises(DataError, match="is a folder"):
         GSM8K().load(context(tmp_path))
+    rows = write(tmp_path / "rows.jsonl", json.dumps(ROW))
+    with pytest.raises(DataError, match=r"data\.eval_path: there is no file .*nothing\.jsonl"):
+        GSM8K().load(replace(context(rows), eval_path=str(tmp_path / "nothing.jsonl")))
 
 
 def test_without_hub_the_embedded_generator_is_taken_and_says_why():
