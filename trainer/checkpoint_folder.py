@@ -40,7 +40,8 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def torn(checkpoint: Path) -> str | None:
-    """What of a checkpoint is missing or has another size than was written; ``None`` when it is whole.
+    """What of a checkpoint is missing, has another size than was written, or holds the zeros that a file system leaves
+    in place of what was lost; ``None`` when it is whole.
 
     One from before files were listed counts as whole if it has its state.
     """
@@ -53,11 +54,19 @@ def torn(checkpoint: Path) -> str | None:
                 return f"{name} is missing"
             if size is not None and file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes, {size} were written"
+            if _begins_with_zeros(file):
+                return f"{name} holds zeros where something was written"
     except OSError as error:
         return f"it cannot be read ({error})"
     except (ValueError, TypeError) as error:
         return f"{FILES_FILE} cannot be read ({error})"
     return None
+
+
+def _begins_with_zeros(file: Path) -> bool:
+    with file.open("rb") as opened:
+        head = opened.read(4096)
+    return head != b"" and not any(head)  # neither JSON nor what torch saves ever does
 
 
 def check_room(run_dir: str | Path) -> None:

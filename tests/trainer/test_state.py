@@ -77,13 +77,15 @@ def test_a_torn_checkpoint_is_not_taken(tmp_path):
     assert find_checkpoint(config(tmp_path)) == whole
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "listing"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "zeros", "listing"])
 def test_a_checkpoint_that_is_not_whole_is_skipped_and_named(tmp_path, damage, capsys):
     whole, newer = write(tmp_path, 1), write(tmp_path, 2)
     if damage == "cut":
         (newer / "rollouts.jsonl").write_text("{")
     elif damage == "gone":
         (newer / "rollouts.jsonl").unlink()
+    elif damage == "zeros":
+        (newer / STATE_FILE).write_bytes(bytes((newer / STATE_FILE).stat().st_size))
     else:
         (newer / FILES_FILE).write_text("[")
     assert find_checkpoint(config(tmp_path)) == whole
