@@ -57,7 +57,9 @@ def build_prompts(
     token_ids: list[list[int]] = [[] for _ in rows]
     for kind in {*chats}:
         chosen = [index for index, chat in enumerate(chats) if chat is kind]
-        encoded = tokenizer([texts[index] for index in chosen], add_special_tokens=not kind)["input_ids"]
+        some = [texts[index] for index in chosen]
+        # Not verbose: a prompt that is too long is an error of ours, and there is one message of it.
+        encoded = tokenizer(some, add_special_tokens=not kind, verbose=False)["input_ids"]
         for index, ids in zip(chosen, encoded, strict=True):
             token_ids[index] = ids
     prompts = []

@@ -1,4 +1,5 @@
 import json
+import logging
 from collections import Counter
 
 import pytest
@@ -43,10 +44,15 @@ def test_plain_text_and_chats_become_prompts_with_text_ids_and_columns(tokenizer
     assert chat.token_ids[0] == tokenizer.bos_token_id
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_its_row_and_length(tokenizer):
+def test_a_prompt_that_leaves_no_room_is_refused_with_its_row_and_length_and_nothing_else_is_said(
+    tokenizer, monkeypatch, caplog
+):
     rows = [{"q": "abc"}, {"q": "abcd"}, {"q": "abcde"}]
+    monkeypatch.setattr(tokenizer, "model_max_length", 3)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with pytest.raises(DataError, match=r"row 2 .* 4 tokens.*room for 3.*'abcd'"):
         build_prompts(rows, lambda row: row["q"], tokenizer, max_tokens=3)
+    assert caplog.text == ""
     assert len(build_prompts(rows, lambda row: row["q"], tokenizer, max_tokens=5)) == 3
 
 
