@@ -55,6 +55,13 @@ def table(verdicts: list[Verdict]) -> str:
     return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *body])
 
 
+def _how_it_ended(summary: dict[str, Any]) -> str:
+    """Of a run that has not come to its end: a condition that fails may only say so."""
+    if (status := summary.get("status")) == "done":
+        return ""
+    return f" ({status} after {summary.get('steps', 0)} steps)" if status else " (killed, or still going on)"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Judge, print the table, return the exit code."""
     parser = argparse.ArgumentParser(
@@ -77,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     verdicts = [condition.judge(rows, summary) for condition in conditions]
     failed = sum(not verdict.passed for verdict in verdicts)
-    title = f"{given.run_dir}: {len(verdicts) - failed} of {len(verdicts)} conditions hold"
+    title = f"{given.run_dir}{_how_it_ended(summary)}: {len(verdicts) - failed} of {len(verdicts)} conditions hold"
     print(f"{title}\n\n{table(verdicts)}")
     if given.summary:
         try:

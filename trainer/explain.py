@@ -94,7 +94,8 @@ def unknown_key(key: str) -> str:
 
 def _unknown_option(option: str, available: list[str]) -> str:
     group, _, name = option.rpartition("/")
-    return f"`{group}={name}`: there is no such {group}; there is {', '.join(available)}{nearest(name, available)}"
+    wrong = f"`{group}={name}`: there is no such {group}; there is {', '.join(available)}{nearest(name, available)}"
+    return f"{wrong}. One of your own, FOLDER/{group}/{name}.yaml, is found with `--config-dir FOLDER`"
 
 
 def _not_yaml(error: YAMLError) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from generator.link import root_cause
 from trainer.best_checkpoint import record_best
-from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch
+from trainer.checkpoint_folder import LEARNER_FOLDER, checkpoints, leave_branch, torn
 from trainer.checks import ConfigError
 from trainer.cluster import Cluster, check_resources
 from trainer.config import Config
@@ -137,7 +137,8 @@ async def train_and_save(parts: Parts) -> None:
         parts.watch.waiting("writing the last checkpoint and the export")
         await save_at_the_end(parts)
     except asyncio.CancelledError:
-        parts.watch.waiting("interrupted: writing a checkpoint")
+        parts.watch.waiting(None)
+        parts.watch.source("interrupted", "writing a checkpoint", "a second signal ends everything at once")
         await save_on_interrupt(parts, training)
         raise
     finally:
@@ -179,10 +180,20 @@ async def save_on_interrupt(parts: Parts, training: asyncio.Task[None]) -> None:
     except Exception as error:
         what = f"not within {parts.config.shutdown.timeout:g} s (shutdown.timeout)"
         cause = what if isinstance(error, TimeoutError) else repr(root_cause(error))
-        raise RuntimeError(f"interrupted, and no checkpoint could be written: {cause}") from error
+        raise RuntimeError(
+            f"interrupted, and no checkpoint could be written: {cause}. {_where_it_goes_on(parts.watch.run_dir)}"
+        ) from error
     parts.watch.source(
         "checkpoint", str(path), f"the same command with run_dir={parts.watch.run_dir} continues from it"
     )
+
+
+def _where_it_goes_on(run_dir: Path) -> str:
+    """What a run has that could write no checkpoint."""
+    whole = [path for path in checkpoints(run_dir) if torn(path) is None]
+    if not whole:
+        return "The run has no earlier one"
+    return f"The same command with run_dir={run_dir} continues from {whole[-1].name}"
 
 
 def write_traceback(config: Config, error: BaseException) -> None:

@@ -33,6 +33,19 @@ def test_one_condition_that_does_not_hold_is_exit_code_1(run_dir, capsys):
     assert "| FAIL | min" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        ('{"status": "interrupted", "steps": 10}', "run (interrupted after 10 steps): 1 of 1 conditions hold"),
+        ("{}", "run (killed, or still going on): 1 of 1 conditions hold"),
+    ],
+)
+def test_of_a_run_that_did_not_come_to_its_end_it_says_so(run_dir, capsys, summary, said):
+    (run_dir / "summary.json").write_text(summary)
+    main([str(run_dir), 'max("reward/mean") > 0.5'])
+    assert said in capsys.readouterr().out
+
+
 def test_the_table_is_appended_to_the_page_of_the_workflow(run_dir, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("before\n")

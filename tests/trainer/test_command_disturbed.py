@@ -36,6 +36,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues_from_it_token
     code, output = act_after(r"step +2/", interrupt, tmp_path, *LONG_ROLLOUTS, *BEGINNING_EARLY)
     assert code == 130, output
     assert "Traceback" not in output
+    assert "interrupted writing a checkpoint" in output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
