@@ -8,6 +8,8 @@ import inspect
 from importlib import resources
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from trainer import config
 from trainer.allowed import VALUES
 
@@ -52,6 +54,13 @@ def config_groups() -> dict[str, list[str]]:
         if folder.is_dir() and folder.name != "recipe_on" and not folder.name.startswith("__"):
             found[folder.name] = sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
     return found
+
+
+def group_defaults() -> dict[str, str]:
+    """The option of each group that is taken where none is chosen; groups without one are left out."""
+    listed = yaml.safe_load((resources.files("configs") / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    chosen = {group: option for item in listed if isinstance(item, dict) for group, option in item.items()}
+    return {group: chosen[group] for group in config_groups() if chosen.get(group, "???") != "???"}
 
 
 def field_comments() -> dict[tuple[str, str], str]:

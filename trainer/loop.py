@@ -168,7 +168,7 @@ def unscored(parts: Parts, group: Group) -> None:
     parts.admission.failed()
     parts.unscored_in_a_row += 1
     if parts.unscored_in_a_row >= UNSCORED_BATCHES * parts.config.batch.prompts:
-        counts = {name: count for name, count in parts.episodes.take_counts().items() if count}
+        counts = ", ".join(f"{name} {count}" for name, count in parts.episodes.take_counts().items() if count)
         raise RewardError(
             f"the last {parts.unscored_in_a_row} prompt groups got no reward at all ({counts}); the warnings above say "
             "what the reward functions or the environment raised or returned"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config import Config
-from trainer.help import config_groups, field_comments, rows
+from trainer.help import config_groups, field_comments, group_defaults, rows
 from trainer.reference_algorithms import algorithms_page
 from trainer.watch.catalogue import EVALUATION, SUMMARY, markdown
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 def configuration_page() -> str:
     """The page of configuration keys."""
-    groups = config_groups()
+    groups, defaults = config_groups(), group_defaults()
     lines = [
         "# Configuration",
         "",
@@ -26,9 +26,13 @@ def configuration_page() -> str:
         "",
         "Groups set many keys at once: `GROUP=OPTION`, each a file `configs/GROUP/OPTION.yaml`.",
         "",
-        "| group | options |",
-        "|---|---|",
-        *(f"| `{name}` | {', '.join(f'`{option}`' for option in options)} |" for name, options in groups.items()),
+        "| group | default | options |",
+        "|---|---|---|",
+        *(
+            f"| `{name}` | {f'`{defaults[name]}`' if name in defaults else 'none'} | "
+            f"{', '.join(f'`{option}`' for option in options)} |"
+            for name, options in groups.items()
+        ),
         "",
         "| key | default | meaning |",
         "|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -172,9 +173,11 @@ class Watch:
         return version in self._folder.evaluations
 
     def _warn_of_no_signal(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once, when nothing can be learned because no response comes to its end: zeros look like any other run."""
+        """Once, when nothing can be learned because no response comes to its end: zeros look like any other run. Not
+        when the rewards are equal because all of them have become good."""
         cut = metrics.get("completions/truncated_fraction") == 1.0
-        if cut and metrics.get("group/zero_variance_fraction") == 1.0 and not self._warned:
+        improved = metrics.get("reward/mean", 0.0) > min(self._totals.first_rewards, default=math.inf)
+        if cut and metrics.get("group/zero_variance_fraction") == 1.0 and not improved and not self._warned:
             self._warned = True
             logger.warning(
                 "step %d: every response was cut at sampling.max_tokens=%d and no group has different rewards, so "

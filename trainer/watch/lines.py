@@ -95,8 +95,9 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary.get("reward/first10_mean") is not None:
         first, last = summary["reward/first10_mean"], summary["reward/last10_mean"]
         short = summary["steps"] <= REWARD_WINDOW  # the two windows are then the same
+        of_all = f" of {summary['steps']}" if summary["steps"] < 2 * REWARD_WINDOW else ""  # they overlap
         lines.append(("reward", f"{first:.3f} on average" if short else
-                                f"{first:.3f} in the first 10 steps, {last:.3f} in the last 10"))  # fmt: skip
+                                f"{first:.3f} in the first 10 steps, {last:.3f} in the last 10{of_all}"))  # fmt: skip
     if "eval/best_version" in summary:
         last, best = summary["eval/last_reward_mean"], summary["eval/best_reward_mean"]
         what = f"reward {last:.3f} in the last one, {best:.3f} in the best, of version {summary['eval/best_version']}"

@@ -187,7 +187,7 @@ def test_last_lines_tell_error_and_totals():
     assert lines["error"] == "EngineDeadError: engine 0"
     assert lines["tokens"] == "5,000 generated, 4,000 trained, 3 expired, 0 lost"
     assert dict(summary_lines({**SUMMARY, "tokens/lost": 9}))["tokens"].endswith("9 lost (no reward)")
-    assert lines["reward"].startswith("0.200 in the first 10 steps, 0.700")
+    assert lines["reward"] == "0.200 in the first 10 steps, 0.700 in the last 10 of 11"
     assert dict(summary_lines({**SUMMARY, "steps": 10}))["reward"] == "0.200 on average"
 
 

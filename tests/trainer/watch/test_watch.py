@@ -142,9 +142,11 @@ def test_a_run_that_cannot_learn_because_every_response_is_cut_says_so_once(conf
     watch.begin()
     learning = [group(scored(1.0, ((0, 3),), "length"), scored(0.0, ((0, 5),), "length"))]
     watch.step(1, {}, learning, [[1.0, -1.0]], version=0)
+    solved = [group(scored(1.0, ((0, 3),), "length"), scored(1.0, ((0, 5),), "length"))]
+    watch.step(2, {}, solved, [[0.0, 0.0]], version=1)
     assert "nothing was learned" not in caplog.text
     hopeless = [group(scored(0.0, ((0, 3),), "length"), scored(0.0, ((0, 5),), "length"))]
-    for step in (2, 3):
+    for step in (3, 4):
         watch.step(step, {}, hopeless, [[0.0, 0.0]], version=step - 1)
     assert caplog.text.count("nothing was learned") == 1
     assert "sampling.max_tokens=256" in caplog.text
