@@ -40,7 +40,14 @@ def load_data(task: Task, context: TaskContext) -> TaskData:
         if path is not None:
             check_file(key, path)
     name = type(task).__name__
-    data = _called(lambda: task.load(context), f"task: `{name}.load` failed")
+    try:
+        data = _called(lambda: task.load(context), f"task: `{name}.load` failed")
+    except DottedPathError as error:
+        if isinstance(missing := error.__cause__, FileNotFoundError):
+            for key, path in (("data.path", context.data_path), ("data.eval_path", context.eval_path)):
+                if path is not None and str(missing.filename) == path:
+                    raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})") from error
+        raise
     if not isinstance(data, TaskData):
         raise DottedPathError(f"task: `{name}.load` returned {shown(data)}, and not a generator.task.TaskData")
     for which, rows in (("rows", data.rows), ("eval_rows", data.eval_rows)):

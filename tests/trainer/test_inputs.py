@@ -1,8 +1,9 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from generator.task import ModelError
+from generator.task import DataError, ModelError, TaskContext
 from recipes.ci_tiny.model import build
 from tests.tiny import tiny_llama
 from tests.trainer.configs import tiny_config
@@ -11,6 +12,7 @@ from trainer.config import Config, LearnerConfig, LoRAConfig
 from trainer.dotted import DottedPathError
 from trainer.inputs import check_adapter_targets, check_learnable, check_stops, find_model, find_reference, make_task
 from trainer.model import ResolvedModel
+from trainer.task_calls import load_data
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,22 @@ from trainer.model import ResolvedModel
 def test_what_is_no_task_is_refused_before_anything_is_loaded(task, words):
     with pytest.raises(DottedPathError, match=words):
         make_task(Config(task=task))
+
+
+class ReadsAFile:
+    """As a newcomer writes it: nothing is caught."""
+
+    def load(self, context):
+        Path(context.eval_path or context.data_path).read_text()
+
+
+def test_a_file_of_the_configuration_that_a_task_does_not_find_is_named_by_its_key(tmp_path):
+    here = tmp_path / "rows.csv"
+    here.touch()
+    with pytest.raises(DataError, match=r"data\.path: there is no file tickts\.csv \(looked in /"):
+        load_data(ReadsAFile(), TaskContext("tickts.csv", {}, lambda: False, 0))
+    with pytest.raises(DataError, match=r"data\.eval_path: there is no file nothing\.csv"):
+        load_data(ReadsAFile(), TaskContext(str(here), {}, lambda: False, 0, eval_path="nothing.csv"))
 
 
 def test_a_target_of_adapters_that_is_no_layer_of_the_model_is_refused_with_the_nearest_one(tmp_path):

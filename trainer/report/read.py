@@ -46,7 +46,9 @@ def read_run(path: Path) -> Run:
     if not path.is_dir():
         raise ReportError(f"{path} is no folder; give the run_dir of a run")
     if not any((path / name).exists() for name in CONTENTS):
-        raise ReportError(f"{path} is not a run folder: it has none of {', '.join(CONTENTS)}")
+        inside = [folder for folder in path.iterdir() if (folder / "config.yaml").is_file()]
+        newest = f"; the newest in it is {max(inside, key=lambda folder: folder.stat().st_mtime)}" if inside else ""
+        raise ReportError(f"{path} is not a run folder: it has none of {', '.join(CONTENTS)}{newest}")
     notes: list[str] = []
     config = _config(path / "config.yaml", notes)
     summary = _summary(path / "summary.json", notes)

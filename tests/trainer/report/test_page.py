@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tracemalloc
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ from tests.trainer.report.folders import HOSTILE, write_run
 from trainer.report import ReportError, write_report
 from trainer.report.__main__ import main
 from trainer.report.page import differing_settings, flat, short_names
+from trainer.report.read import read_run
 from trainer.report.series import columns
 from trainer.watch.read_folder import Steps
 
@@ -227,6 +229,15 @@ def test_a_folder_that_is_no_run_s_is_one_sentence_and_exit_code_2(tmp_path, cap
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1
+
+
+def test_a_folder_of_runs_is_refused_with_the_newest_run_in_it(tmp_path):
+    for name, seconds in (("newer", 2000), ("older", 1000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+        os.utime(tmp_path / name, (seconds, seconds))
+    with pytest.raises(ReportError, match=r"is not a run folder.* newest in it is .*/newer"):
+        read_run(tmp_path)
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(run, tmp_path):
