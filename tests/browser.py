@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -79,7 +80,8 @@ class Tab:
     def end(self) -> None:
         """End the browser."""
         self._session = ""
-        self.call("Browser.close")
+        with contextlib.suppress(RuntimeError):  # it may be gone before it has answered
+            self.call("Browser.close")
 
     def _next(self) -> dict[str, Any]:
         data = bytearray()
@@ -125,7 +127,7 @@ def browser(executable: str, profile: Path) -> Iterator[Tab]:
         tab = Tab(command_in, answer_out)
         yield tab
         tab.end()  # it ends its own processes, which would go on writing into the profile
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()

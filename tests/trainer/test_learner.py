@@ -386,7 +386,7 @@ def results(request, folders) -> tuple[int, dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = torch.multiprocessing.spawn(worker, (world, port, folder, folders[3 - world]), nprocs=world, join=False)
-    deadline = time.monotonic() + 500
+    deadline = time.monotonic() + 1000
     try:
         while not context.join(timeout=5):
             assert time.monotonic() < deadline, "the learner processes did not finish"

@@ -94,8 +94,12 @@ async def test_two_ranks_train_together_and_keep_the_cause_of_a_failure(local_ra
     async with asyncio.timeout(120):
         for actor in actors:
             with pytest.raises(local_ray.exceptions.RayActorError):
-                while True:
-                    await actor.rendezvous.remote()
+                await call_again_and_again(actor)
+
+
+async def call_again_and_again(actor) -> None:
+    while True:
+        await actor.rendezvous.remote()
 
 
 @pytest.mark.engine

@@ -19,6 +19,7 @@ from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
+from tests.virtual import in_virtual_time
 from trainer.config import KLConfig, WatchdogConfig
 from trainer.loop import NonFiniteError, Parts, RewardError, train
 from trainer.state import save_checkpoint
@@ -112,6 +113,7 @@ class Reporting(Engines):
         return []
 
 
+@in_virtual_time
 async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for():
     class Hanging(Learner):
         async def train(self, rollouts: Any, version: int) -> StepResult:
