@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -28,12 +29,14 @@ class Tab:
         self._sent, self._session = 0, ""
         self.problems: list[str] = []
         """Errors and warnings of the console, and exceptions that nothing caught."""
+        self.requests: list[str] = []
+        """Addresses that were asked for."""
+        self._loader = ""
+        """Of the document that is there: each navigation has one of its own."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.requests: list[str] = []
-        """Addresses that were asked for."""
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The result of a method of the protocol. Raises ``RuntimeError`` for what the browser refuses."""
@@ -57,7 +60,10 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
+        address = page if isinstance(page, str) else page.absolute().as_uri()
+        loader = self.call("Page.navigate", url=address)["loaderId"]
+        while self._loader != loader:  # until then what is evaluated may be so in the document before
+            self._next()
         loaded = "document.readyState === 'complete' ? done() : addEventListener('load', done)"
         frames = "requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(yes)))"
         self.evaluate(f"new Promise((yes) => {{ const done = () => {frames}; {loaded} }})")
@@ -79,7 +85,8 @@ class Tab:
     def end(self) -> None:
         """End the browser."""
         self._session = ""
-        self.call("Browser.close")
+        with contextlib.suppress(RuntimeError):  # it may be gone before it has answered
+            self.call("Browser.close")
 
     def _next(self) -> dict[str, Any]:
         data = bytearray()
@@ -99,6 +106,8 @@ class Tab:
             self.problems.append(content["entry"]["text"])
         elif event == "Runtime.consoleAPICalled" and content["type"] in ("error", "warning", "assert"):
             self.problems.append(str(content["args"]))
+        elif event == "Page.frameNavigated" and "parentId" not in content["frame"]:
+            self._loader = content["frame"]["loaderId"]
         elif event == "Network.requestWillBeSent":
             self.requests.append(content["request"]["url"])
 
@@ -125,7 +134,7 @@ def browser(executable: str, profile: Path) -> Iterator[Tab]:
         tab = Tab(command_in, answer_out)
         yield tab
         tab.end()  # it ends its own processes, which would go on writing into the profile
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()

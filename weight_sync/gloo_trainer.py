@@ -23,6 +23,9 @@ from weight_sync.manifest import Manifest, ManifestError
 from weight_sync.scratch import keep
 from weight_sync.source import DeepSpeedSource
 
+REASON_SECONDS = 30.0
+"""What an engine may take to say why a worker of it has left the group."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GlooTrainerInitInfo:
@@ -113,7 +116,7 @@ class GlooTrainerWeightTransferEngine:
             send_buckets(self._group, self._packed(manifest), check)
         except TransferGroupError:
             # A worker that refuses or fails leaves the group; its own words say more than "connection closed".
-            wait([answered], timeout=min(5.0, self._timeout))
+            wait([answered], timeout=min(REASON_SECONDS, self._timeout))
             check()
             raise
         answered.result(timeout=self._timeout)

@@ -16,8 +16,10 @@ from tokenizers.models import BPE
 
 from generator.engine import Engine
 from generator.link import EngineError
+from generator.request import Request
 from generator.resume import Sampling
 from generator.rollout import Rollout, Segment
+from tests.brake import ANY_NUMBER, FUNCTIONS_IN_THE_WORKER, begun, braked
 from tests.tiny import (
     VOCABULARY,
     ModuleLearner,
@@ -50,7 +52,8 @@ async def engine(models, tmp_path_factory):
     tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, max_model_len=450)
-    engine = Engine(engine_settings(folder, sampling, running=MAX_RUNNING, pressure=True))
+    settings = engine_settings(folder, sampling, running=MAX_RUNNING, pressure=True)
+    engine = Engine(replace(settings, environment=settings.environment | FUNCTIONS_IN_THE_WORKER))
     await engine.start()
     yield engine
     await engine.shutdown()
@@ -129,12 +132,14 @@ async def test_weights_pushed_mid_generation_sample_exactly_the_tokens_that_they
     one_engine.mode = mode
     by_version = {await push(pusher, learner, models["A"]): models["A"]}
     started = prompts(MAX_RUNNING + 2)
-    task = asyncio.create_task(engine.generate(started))
     partial: list[Rollout] = []
-    for name in ("B",) if mode == "wait" else ("B", "A", "B"):  # after a wait nothing is left to be pushed into
-        await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
-        partial += await engine.partial_rollouts()
-        by_version[await push(pusher, learner, models[name])] = models[name]
+    async with braked(engine, steps=ANY_NUMBER if mode == "wait" else MAX_TOKENS // 6) as go_on:
+        task = asyncio.create_task(engine.generate(started))
+        for name in ("B",) if mode == "wait" else ("B", "A", "B"):  # after a wait nothing is left to be pushed into
+            await sampled(engine, MAX_RUNNING * MAX_TOKENS // 6)
+            partial += await engine.partial_rollouts()
+            by_version[await push(pusher, learner, models[name])] = models[name]
+            await go_on()
     finished = (await asyncio.wait_for(task, timeout=300)).rollouts
 
     assert [rollout.id for rollout in finished] == [rollout.id for rollout in started]
@@ -187,9 +192,10 @@ async def test_given_sequences_are_computed_behind_a_closed_gate_and_between_upd
 async def test_frozen_requests_are_not_disturbed_by_a_question_for_given_sequences(engine, learner, pusher, models):
     await push(pusher, learner, models["A"])
     whole = (await engine.generate(prompts(2))).rollouts
-    task = asyncio.create_task(engine.generate(prompts(2)))
-    await sampled(engine, 60)
-    await engine.pause("keep")
+    async with braked(engine, steps=30):
+        task = asyncio.create_task(engine.generate(prompts(2)))
+        await sampled(engine, 60)
+        await engine.pause("keep")
     before = await engine.partial_rollouts()
     assert await engine.prompt_logprobs(SEQUENCES) is None
     assert await engine.partial_rollouts() == before
@@ -200,10 +206,11 @@ async def test_frozen_requests_are_not_disturbed_by_a_question_for_given_sequenc
 
 
 async def test_two_pushes_in_quick_succession_lose_no_token(engine, learner, pusher, models):
-    task = asyncio.create_task(engine.generate(prompts(3)))
-    await sampled(engine, 30)
-    await push(pusher, learner, models["A"])
-    await push(pusher, learner, models["B"])
+    async with braked(engine, steps=10):
+        task = asyncio.create_task(engine.generate(prompts(3)))
+        await sampled(engine, 30)
+        await push(pusher, learner, models["A"])
+        await push(pusher, learner, models["B"])
     finished = (await asyncio.wait_for(task, timeout=300)).rollouts
     for rollout in finished:
         assert len(rollout.response_token_ids) == MAX_TOKENS
@@ -247,9 +254,10 @@ async def test_pausing_a_paused_engine_and_resuming_a_serving_one_change_nothing
 
 async def test_an_abort_brings_back_every_request_those_that_still_waited_without_a_token(engine, pusher):
     """Twice as many rollouts as run at a time: nothing is sampled for the second half before the pause."""
-    task = asyncio.create_task(engine.generate(prompts(2 * MAX_RUNNING)))
-    await sampled(engine, 30)
-    assert await engine.pause() == 2 * MAX_RUNNING
+    async with braked(engine, steps=5):
+        task = asyncio.create_task(engine.generate(prompts(2 * MAX_RUNNING)))
+        await begun(engine, MAX_RUNNING)
+        assert await engine.pause() == 2 * MAX_RUNNING
     assert (await engine.stats())["submitted"] == 0
     tokens = [len(rollout.response_token_ids) for rollout in await engine.partial_rollouts()]
     assert tokens.count(0) == MAX_RUNNING
@@ -291,8 +299,8 @@ async def test_a_greedy_rollout_interrupted_at_any_position_equals_the_uninterru
     whole = (await engine.generate(prompts(2), params)).rollouts[1]
     assert whole.finish_reason == ("stop" if "min_tokens" in changes else "length")
     positions = range(1, len(whole.response_token_ids))
-    begun = [replace(begin(whole, position, version), id=str(position)) for position in positions]
-    continued = (await asyncio.wait_for(engine.generate(begun, params), timeout=300)).rollouts
+    started = [replace(begin(whole, position, version), id=str(position)) for position in positions]
+    continued = (await asyncio.wait_for(engine.generate(started, params), timeout=300)).rollouts
     for position, rollout in zip(positions, continued, strict=True):
         assert rollout.response_token_ids == whole.response_token_ids, f"interrupted after {position} tokens"
         assert rollout.logprobs == pytest.approx(whole.logprobs, abs=1e-4), f"interrupted after {position} tokens"
@@ -310,8 +318,8 @@ async def test_seeded_sampling_is_reproducible_differs_within_a_group_and_never_
     assert [rollout.response_token_ids for rollout in first] == [rollout.response_token_ids for rollout in again]
     assert len({rollout.response_token_ids for rollout in first}) == len(group)
 
-    begun = [begin(rollout, 10, version) for rollout in first]
-    resumed, again = [(await engine.generate(begun, params)).rollouts for _ in range(2)]
+    started = [begin(rollout, 10, version) for rollout in first]
+    resumed, again = [(await engine.generate(started, params)).rollouts for _ in range(2)]
     assert [rollout.response_token_ids for rollout in resumed] == [rollout.response_token_ids for rollout in again]
     for rollout, whole in zip(resumed, first, strict=True):
         assert rollout.response_token_ids[:10] == whole.response_token_ids[:10]
@@ -326,15 +334,18 @@ async def test_a_stop_string_ends_a_rollout_exactly_wherever_it_was_interrupted(
     end = next(n for n in range(12, 60) if text.index(text[n - 3 : n]) == n - 3)
     stopping = sampling(engine, max_tokens=60, stop=(text[end - 3 : end],))
 
-    begun = [replace(begin(whole, position, version), id=str(position)) for position in range(end + 2)]
-    returned = await asyncio.wait_for(engine.generate(begun, stopping), timeout=300)
+    started = [replace(begin(whole, position, version), id=str(position)) for position in range(end + 2)]
+    returned = await asyncio.wait_for(engine.generate(started, stopping), timeout=300)
     for position, rollout in enumerate(returned.rollouts):
         assert rollout.response_token_ids == whole.response_token_ids[:end], f"interrupted after {position} tokens"
         assert rollout.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
         assert len(rollout.versions) == len(rollout.loss_mask) == end
         assert rollout.finish_reason == "stop"
     assert (await engine.stats())["submitted"] == 0
-    assert returned.counts["tokens/surplus"] <= 2 * len(begun), "requests ran on behind their end"
+
+    async with braked(engine, steps=0, seconds=0.5):
+        returned = await asyncio.wait_for(engine.generate(started[end - 1 : end], stopping), timeout=300)
+    assert returned.counts["tokens/surplus"] < 60 - end, "a request ran on behind its end, to its whole budget"
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
@@ -346,10 +357,12 @@ async def test_a_push_while_requests_end_at_stop_strings_loses_none_of_them(
     await push(pusher, learner, models["A"])
     started = [Rollout(id=f"p{n}", prompt_token_ids=(5 + n, 9, 3)) for n in range(24)]
     stopping = sampling(engine, max_tokens=100, temperature=1.0, seed=3, stop=tuple(letters([n]) for n in range(3)))
-    task = asyncio.create_task(engine.generate(started, stopping))
-    for name in ("B", "A", "B"):
-        await sampled(engine, 60)
-        await push(pusher, learner, models[name])
+    async with braked(engine, steps=10) as go_on:
+        task = asyncio.create_task(engine.generate(started, stopping))
+        for name in ("B", "A", "B"):
+            await sampled(engine, 60)
+            await push(pusher, learner, models[name])
+            await go_on()
     finished = (await asyncio.wait_for(task, timeout=300)).rollouts
     assert (await engine.stats())["submitted"] == 0
     assert {rollout.finish_reason for rollout in finished} <= {"stop", "length"}
@@ -362,24 +375,33 @@ async def test_a_push_while_requests_end_at_stop_strings_loses_none_of_them(
 
 async def test_a_rollout_without_progress_is_submitted_again_and_fails_after_so_many_tries(engine, pusher, monkeypatch):
     """vLLM's core is stopped, as by a driver that hangs, and goes on afterwards."""
-    impatient = replace(engine.settings, rollout_timeout=1.0, rollout_tries=2)
-    monkeypatch.setattr(engine, "settings", impatient)
     core = next(p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
-    task = asyncio.create_task(engine.generate(prompts(2), sampling(engine, max_tokens=440)))
-    await sampled(engine, 20)
-    core.suspend()
-    try:
-        returned = await asyncio.wait_for(task, timeout=60)
-    finally:
-        core.resume()
+    async with braked(engine, steps=10):
+        task = asyncio.create_task(engine.generate(prompts(2), sampling(engine, max_tokens=440)))
+        await begun(engine, 2)
+        core.suspend()
+        try:
+            # Only now: before, a busy machine might keep a token back for as long.
+            monkeypatch.setattr(engine, "settings", replace(engine.settings, rollout_timeout=1.0, rollout_tries=2))
+            for request in engine._requests.values():
+                wait_no_longer_than(request, 1.0)
+            returned = await asyncio.wait_for(task, timeout=120)
+        finally:
+            core.resume()
     one, other = returned.rollouts
     assert one.finish_reason == other.finish_reason == "failed"
     assert returned.counts["rollouts/stalled"] == 4
-    assert len(one.response_token_ids) >= 5
+    assert min(len(rollout.response_token_ids) for rollout in (one, other)) >= 1
     assert one.resumes == 1
     monkeypatch.undo()
     (after,) = (await engine.generate(prompts(1))).rollouts
     assert len(after.response_token_ids) == MAX_TOKENS
+
+
+def wait_no_longer_than(request: Request, seconds: float) -> None:
+    """From now on ``seconds`` for a token, whatever the settings said when the request was handed in."""
+    request._limit = seconds
+    request._restart_clock()
 
 
 @pytest.mark.parametrize(
@@ -391,9 +413,10 @@ async def test_a_penalty_counts_the_tokens_before_a_freeze_as_well(engine, learn
     (whole,) = (await engine.generate(prompts(1), params)).rollouts
     (plain,) = (await engine.generate(prompts(1), sampling(engine, max_tokens=300))).rollouts
     assert whole.response_token_ids != plain.response_token_ids
-    task = asyncio.create_task(engine.generate(prompts(1), params))
-    await sampled(engine, 60)
-    await engine.pause("keep")
+    async with braked(engine, steps=70):
+        task = asyncio.create_task(engine.generate(prompts(1), params))
+        await sampled(engine, 60)
+        await engine.pause("keep")
     (frozen,) = engine._requests.values()
     assert 60 <= len(frozen.token_ids) < 300
     await engine.resume(pusher.published)
@@ -402,14 +425,19 @@ async def test_a_penalty_counts_the_tokens_before_a_freeze_as_well(engine, learn
     assert rollout.response_token_ids == whole.response_token_ids
 
 
-async def test_a_frozen_request_does_not_stall_however_long_the_push_takes(engine, pusher, monkeypatch):
+async def test_a_frozen_request_does_not_stall_however_long_the_push_takes(engine, pusher):
     """Tokens that were on their way when the requests were frozen must not set their clocks going again."""
-    monkeypatch.setattr(engine, "settings", replace(engine.settings, rollout_timeout=3.0))
-    task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING)))
-    await sampled(engine, 60)
-    await engine.pause("keep")
-    await asyncio.sleep(4.0)
-    await engine.resume(pusher.published)
+    async with braked(engine, steps=10):
+        task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING)))
+        await begun(engine, MAX_RUNNING)
+        frozen = list(engine._requests.values())
+        for request in frozen:  # no longer than they are frozen: a busy machine might keep a token back for as long
+            wait_no_longer_than(request, 1.0)
+        await engine.pause("keep")
+        await asyncio.sleep(2.0)
+        for request in frozen:
+            request._limit = engine.settings.rollout_timeout
+        await engine.resume(pusher.published)
     returned = await asyncio.wait_for(task, timeout=300)
     assert returned.counts["rollouts/stalled"] == 0
     assert [(r.resumes, len(r.response_token_ids)) for r in returned.rollouts] == [(0, MAX_TOKENS)] * MAX_RUNNING
@@ -417,15 +445,15 @@ async def test_a_frozen_request_does_not_stall_however_long_the_push_takes(engin
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 async def test_a_pause_that_is_given_up_half_way_leaves_an_engine_that_can_be_paused_and_resumed(engine, pusher, mode):
-    for begun in (0, 2, 5):
+    for turns in (0, 2, 5):
         task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING + 1)))
         await sampled(engine, 40)
         pause = asyncio.create_task(engine.pause(mode))
-        for _ in range(begun):
+        for _ in range(turns):
             await asyncio.sleep(0)
         pause.cancel()
         await asyncio.wait([pause])
-        assert pause.cancelled()
+        assert pause.cancelled() or pause.exception() is None, "on a busy machine it may have been through"
         assert await engine.pause("abort") <= MAX_RUNNING + 1
         assert (await engine.stats())["submitted"] == 0
         await engine.resume(pusher.published)
@@ -450,7 +478,7 @@ async def test_pauses_and_resumes_in_any_interleaving_end_as_the_last_of_them_sa
         await asyncio.sleep(dice.choice((0, 0, 0.001, 0.03)))
         if dice.random() < 0.3:
             dice.choice(calls).cancel()
-    await asyncio.wait_for(engine.resume(pusher.published), timeout=60)
+    await asyncio.wait_for(engine.resume(pusher.published), timeout=120)
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert not isinstance(error, BaseException) or isinstance(error, asyncio.CancelledError | EngineError)
     for rollout in (await asyncio.wait_for(task, timeout=300)).rollouts:
@@ -474,10 +502,11 @@ async def test_no_version_is_served_in_the_middle_of_a_weight_update(engine, lea
 
 async def test_a_drained_engine_hands_back_every_rollout_with_its_tokens(engine, pusher):
     """Last of all: the engine takes nothing any more."""
-    task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING + 2)))
-    await sampled(engine, 60)
-    await engine.drain()
-    returned = await asyncio.wait_for(task, timeout=60)
+    async with braked(engine, steps=10):
+        task = asyncio.create_task(engine.generate(prompts(MAX_RUNNING + 2)))
+        await sampled(engine, 60)
+        await engine.drain()
+    returned = await asyncio.wait_for(task, timeout=120)
     assert returned.reason == "drained"
     assert sum(len(rollout.response_token_ids) for rollout in returned.rollouts) >= 60
     assert all(rollout.finish_reason is None for rollout in returned.rollouts)

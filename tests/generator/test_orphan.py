@@ -35,8 +35,11 @@ print(sorted(thread.name for thread in threading.enumerate()), flush=True)
 """
 
 
-def started(folder: Path, preloaded: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """A process as an engine is one, and its fork server, which imports a module ``preloaded`` of this source."""
+def started(folder: Path, preloaded: str) -> tuple[subprocess.Popen[str], psutil.Process, str]:
+    """A process as an engine is one, and its fork server, which imports a module ``preloaded`` of this source.
+
+    And the first line that the module prints.
+    """
     (folder / "slow.py").write_text(SLOW)
     (folder / "preloaded.py").write_text(preloaded)
     path = os.pathsep.join([str(folder), *filter(None, sys.path)])
@@ -44,15 +47,18 @@ def started(folder: Path, preloaded: str) -> tuple[subprocess.Popen[str], psutil
         [sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     assert engine.stdout is not None
-    return engine, psutil.Process(int(engine.stdout.readline()))
+    lines = [engine.stdout.readline() for _ in range(2)]  # of two processes, in either order
+    (number,) = [line for line in lines if line.strip().isdigit()]
+    lines.remove(number)
+    return engine, psutil.Process(int(number)), lines[0]
 
 
 def test_a_fork_server_that_is_still_importing_ends_when_its_engine_is_killed(tmp_path):
-    engine, server = started(tmp_path, "from generator.prestart import import_ahead; import_ahead(['slow'])")
+    engine, server, said = started(tmp_path, "from generator.prestart import import_ahead; import_ahead(['slow'])")
     try:
-        assert engine.stdout.readline() == "importing\n"
+        assert said == "importing\n"
         engine.kill()
-        server.wait(timeout=60)  # the import would take ten minutes
+        server.wait(timeout=120)  # the import would take ten minutes
     finally:
         engine.kill()
         engine.wait()
@@ -61,10 +67,10 @@ def test_a_fork_server_that_is_still_importing_ends_when_its_engine_is_killed(tm
 
 
 def test_a_fork_server_has_no_thread_of_ours_left_when_it_begins_to_fork(tmp_path):
-    engine, server = started(tmp_path, QUICK)
+    engine, server, said = started(tmp_path, QUICK)
     try:
-        assert engine.stdout.readline() == "['MainThread']\n"
+        assert said == "['MainThread']\n"
     finally:
         engine.kill()
         engine.wait()
-        server.wait(timeout=60)
+        server.wait(timeout=120)

@@ -44,10 +44,15 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_second_for_each():
-    """What is made to take for ever is cut sooner than in a run."""
+def _one_second_for_what_is_hostile():
+    """What is made to take for ever is cut sooner than in a run, and nothing else, however busy the machine is."""
+    calls = BoundedCalls("recipes.math.judge", seconds=60.0)
+
+    def library(function: str, reference: str, completion: str):
+        return calls(function, reference, completion, seconds=1.0 if completion in HOSTILE else None)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "library", BoundedCalls("recipes.math.judge", seconds=1.0))
+        patch.setattr(module, "library", library)
         yield
 
 

@@ -45,8 +45,14 @@ class Parts:
         return config.staleness.max_running_groups or 10 * config.engine.count
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch) -> None:
+    """A request is a matter of a thread, which may have to wait."""
+    monkeypatch.setattr(control, "REQUEST_SECONDS", 120.0)
+
+
 async def ask(folder: Path, changes: object) -> dict:
-    return await asyncio.to_thread(request, folder, changes, 10.0)
+    return await asyncio.to_thread(request, folder, changes, 120.0)
 
 
 async def test_a_run_answers_in_its_folder_even_if_the_path_is_longer_than_a_socket_s_name_may_be(tmp_path):

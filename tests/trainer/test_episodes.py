@@ -157,6 +157,7 @@ async def test_generation_does_not_count_against_the_deadline():
     assert (await one(episodes, hint=" 4;")).reward == 1.0
 
 
+@in_virtual_time
 async def test_an_environment_that_was_given_up_samples_nothing_any_more():
     tried = asyncio.Event()
 
@@ -205,22 +206,24 @@ async def test_a_rollout_that_the_engines_gave_up_is_excluded_alone_or_with_its_
 
 
 async def test_a_cancelled_run_cancels_its_environments():
-    cancelled = asyncio.Event()
+    begun, cancelled = asyncio.Event(), asyncio.Event()
 
     async def run(task, sampler):
+        begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             cancelled.set()
 
     running = asyncio.create_task(one(source(run)))
-    await asyncio.sleep(0.01)
+    await begun.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await asyncio.wait_for(cancelled.wait(), timeout=60)
 
 
+@in_virtual_time
 async def test_an_episode_that_has_ended_is_known_until_its_group_has():
     seen = []
 

@@ -13,6 +13,7 @@ import pytest
 from generator.link import EngineError, EngineLostError
 from generator.rollout import Prompt, Rollout, ScoredRollout
 from tests.trainer.loop_doubles import Engines, Pusher, Rewards, Watch, parts
+from tests.virtual import in_virtual_time
 from trainer.episodes import SingleTurn
 from trainer.evaluation import EvaluationError, Evaluations, Evaluator, evaluation_metrics
 from trainer.loop import train
@@ -42,6 +43,7 @@ def run_with(engines: Any, every: int, steps: int = 6, **changes: Any) -> tuple[
 
 
 @pytest.mark.parametrize(("every", "versions"), [(1, [0, 1, 2, 3, 4, 5, 6]), (4, [0, 4, 6]), (0, [])])
+@in_virtual_time
 async def test_versions_are_evaluated_at_their_interval_and_the_last_one_too(every, versions):
     run, found = run_with(Engines(), every)
     await asyncio.wait_for(train(run), timeout=60)
@@ -49,6 +51,7 @@ async def test_versions_are_evaluated_at_their_interval_and_the_last_one_too(eve
     assert run.watch.steps == [1, 2, 3, 4, 5, 6]
 
 
+@in_virtual_time
 async def test_an_evaluation_is_of_one_version_however_slow_it_is_and_training_goes_on_beside_it():
     """The double's tokens have the version of their moment, so a push in the middle would be found."""
     seen: list[int] = []
@@ -69,6 +72,7 @@ async def test_an_evaluation_is_of_one_version_however_slow_it_is_and_training_g
     assert max(of_version_0) == 1, "the first batch is learned from while version 0 is evaluated, and no other"
 
 
+@in_virtual_time
 async def test_an_evaluation_is_one_span_of_the_trace():
     spans: list[tuple[str, str]] = []
 
@@ -82,12 +86,14 @@ async def test_an_evaluation_is_one_span_of_the_trace():
     assert spans == [("evaluation", "evaluation of version 3")]
 
 
+@in_virtual_time
 async def test_tokens_of_another_version_are_an_error_not_a_result():
     engines = Engines(version=3)
     with pytest.raises(EvaluationError, match=r"version 2 has tokens of \[3\]"):
         await evaluator(engines).run(2)
 
 
+@in_virtual_time
 async def test_an_error_of_an_evaluation_ends_the_run():
     engines = Engines()
     run, _ = run_with(engines, every=1)
@@ -97,12 +103,14 @@ async def test_an_error_of_an_evaluation_ends_the_run():
     assert raised.group_contains(EvaluationError)
 
 
+@in_virtual_time
 async def test_what_was_reported_before_a_restart_is_not_evaluated_again():
     run, found = run_with(Engines(), every=2, reported=lambda version: version in (0, 4))
     await asyncio.wait_for(train(run), timeout=60)
     assert list(found) == [2, 6]
 
 
+@in_virtual_time
 async def test_with_no_engine_left_an_evaluation_is_given_up_so_that_a_push_can_bring_weights(caplog, monkeypatch):
     monkeypatch.setattr("trainer.evaluation.LOOK_SECONDS", 0.01)
 
@@ -149,6 +157,7 @@ def test_the_data_sets_of_a_mixture_have_a_mean_each():
     assert not any("by_source" in name for name in evaluation_metrics([scored(1.0)], 1.0, [""]))
 
 
+@in_virtual_time
 async def test_with_engines_of_its_own_pushes_to_the_others_do_not_wait_for_an_evaluation_and_each_is_of_one_version():
     own, training = Engines(), Engines()
     slow = asyncio.Event()
@@ -178,6 +187,7 @@ async def test_with_engines_of_its_own_pushes_to_the_others_do_not_wait_for_an_e
     assert sent == [(0, 0), (4, 4), (6, 6)], "each version is sent while the learner holds it"
 
 
+@in_virtual_time
 async def test_an_evaluation_of_its_own_engines_that_has_ended_is_reported_at_the_next_push():
     own = Engines()
 
@@ -206,6 +216,7 @@ def held_evaluator(own: Engines) -> tuple[Evaluator, asyncio.Event]:
     return Evaluator(HELD_OUT, episodes, 2, pass_reward=1.0), episodes.opened
 
 
+@in_virtual_time
 async def test_engines_of_training_are_at_work_and_get_weights_while_the_next_evaluation_waits_for_the_one_before():
     own, training = Engines(), Engines()
 
@@ -251,6 +262,7 @@ class Raises(Engines):
 
 
 @pytest.mark.parametrize("lost", [Hangs, Raises])
+@in_virtual_time
 async def test_a_lost_engine_of_its_own_costs_an_evaluation_its_result_and_nothing_else(lost, caplog):
     own = lost()
 
@@ -265,6 +277,7 @@ async def test_a_lost_engine_of_its_own_costs_an_evaluation_its_result_and_nothi
     assert "the evaluation of version 2 is given up and has no result: no engine" in caplog.text
 
 
+@in_virtual_time
 async def test_training_goes_on_without_evaluations_when_their_engine_cannot_be_replaced_any_more(caplog):
     async def send(version: int, weights: asyncio.Lock) -> None:
         if version > 0:
@@ -278,6 +291,7 @@ async def test_training_goes_on_without_evaluations_when_their_engine_cannot_be_
         assert f"version {version} is given up and has no result: no engine is left" in caplog.text
 
 
+@in_virtual_time
 async def test_a_result_that_cannot_be_right_ends_the_run_also_when_an_engine_was_lost_beside_it():
     class Some(Engines):
         async def generate(self, rollouts: list[Rollout], sampling: Any = None) -> list[Rollout]:
@@ -295,6 +309,7 @@ async def test_a_result_that_cannot_be_right_ends_the_run_also_when_an_engine_wa
     assert raised.group_contains(ValueError)
 
 
+@in_virtual_time
 async def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_named(caplog):
     run, found = run_with(Engines(), every=1)
     run.evaluations.evaluator, _ = held_evaluator(Engines())
@@ -307,6 +322,7 @@ async def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_named(caplog):
     assert "the evaluation of version 0 is given up and has no result: the run ends" in caplog.text
 
 
+@in_virtual_time
 async def test_engines_of_evaluations_are_counted_and_named_with_what_is_waited_for():
     own = Engines(counts=Counter({"engines/lost": 2, "engines/restarted": 1}))
 

@@ -3,7 +3,6 @@
 All scenarios of a world size run one after another in the same processes, because starting them is what takes time.
 """
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ports import port_for_later
 from tests.tiny import learner_spec
 from tests.trainer.learner_files import FILES
 from tests.trainer.plain_loop import (
@@ -382,11 +382,9 @@ def results(request, folders) -> tuple[int, dict[str, Any]]:
     folder = folders[world]
     folder.mkdir()
     tiny_model().save_pretrained(folder / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.spawn(worker, (world, port, folder, folders[3 - world]), nprocs=world, join=False)
-    deadline = time.monotonic() + 500
+    arguments = (world, port_for_later(), folder, folders[3 - world])
+    context = torch.multiprocessing.spawn(worker, arguments, nprocs=world, join=False)
+    deadline = time.monotonic() + 1000
     try:
         while not context.join(timeout=5):
             assert time.monotonic() < deadline, "the learner processes did not finish"

@@ -19,6 +19,7 @@ from generator.simulated import SimulatedEngine
 from generator.simulated_stream import SimulatedSettings, whole_stream
 from tests.pools import pool_settings_for
 from tests.trainer.loop_doubles import Engines, Learner, Rewards, parts
+from tests.virtual import in_virtual_time
 from trainer.config import KLConfig, WatchdogConfig
 from trainer.loop import NonFiniteError, Parts, RewardError, train
 from trainer.state import save_checkpoint
@@ -36,6 +37,7 @@ async def finish(run: Parts) -> Parts:
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("running", [1, 2, 100], ids=lambda n: f"{n} groups at a time")
+@in_virtual_time
 async def test_every_step_is_made_and_pushed_whatever_the_bounds(bound, running):
     """With fewer running groups than a batch has, a place that a finished group leaves must be taken at once."""
     run = await finish(parts(bound=bound, running=running))
@@ -47,6 +49,7 @@ async def test_every_step_is_made_and_pushed_whatever_the_bounds(bound, running)
 
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("place", ["loss", "reward"])
+@in_virtual_time
 async def test_the_learner_begins_before_the_batch_is_full_and_gets_every_rollout_once(bound, place):
     run = parts(bound=bound, streaming=True, batch=4, steps=8)
     run.config.algorithm.kl = KLConfig(coefficient=0.1, place=place)
@@ -70,6 +73,7 @@ async def ticks(number: int = 50) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@in_virtual_time
 async def test_no_push_waits_at_the_learner_behind_the_pass_for_the_penalties(streaming):
     """An engine joins in the middle of every pass: its push begins when the pass is through."""
     beside: list[int] = []
@@ -89,6 +93,7 @@ async def test_no_push_waits_at_the_learner_behind_the_pass_for_the_penalties(st
     assert set(beside) == {0}
 
 
+@in_virtual_time
 async def test_no_push_waits_at_the_learner_behind_a_checkpoint_and_an_interrupt_waits_for_no_push(tmp_path):
     class Saving(Learner):
         async def save(self, folder: str) -> None:
@@ -112,6 +117,7 @@ class Reporting(Engines):
         return []
 
 
+@in_virtual_time
 async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for():
     class Hanging(Learner):
         async def train(self, rollouts: Any, version: int) -> StepResult:
@@ -126,24 +132,28 @@ async def test_a_run_that_hangs_ends_with_an_error_that_says_what_it_waits_for()
     assert "3 make a batch" in str(raised.value.exceptions[0])
 
 
+@in_virtual_time
 async def test_a_data_set_smaller_than_a_batch_is_sampled_again_under_other_rollout_ids():
     run = await finish(parts(rows=1, batch=4))
     ids = [rollout.id for batch in run.learner.batches for rollout in batch]
     assert len(set(ids)) == len(ids) == 6 * 4 * 2
 
 
+@in_virtual_time
 async def test_on_policy_training_learns_from_nothing_but_the_current_version():
     run = await finish(parts(bound=0))
     for step, batch in enumerate(run.learner.batches):
         assert {version for rollout in batch for version in rollout.versions} == {step}
 
 
+@in_virtual_time
 async def test_off_policy_rollouts_are_sampled_by_more_than_one_version():
     run = await finish(parts(bound=2, steps=20))
     assert max(len(set(rollout.versions)) for batch in run.learner.batches for rollout in batch) > 1
 
 
 @pytest.mark.parametrize("on_expired", ["mask_tokens", "drop_rollout", "drop_group"])
+@in_virtual_time
 async def test_every_generated_token_is_trained_expired_or_lost(on_expired):
     run = await finish(parts(bound=1, steps=15, on_expired=on_expired))
     masked = sum(
@@ -154,6 +164,7 @@ async def test_every_generated_token_is_trained_expired_or_lost(on_expired):
     assert watch.generated == watch.trained + masked + left
 
 
+@in_virtual_time
 async def test_a_group_that_expired_is_sampled_again_and_the_run_reaches_its_last_step():
     """Groups of a version long gone are put into the buffer by hand: none of their tokens may be learned from."""
     run = parts(bound=1, steps=4)
@@ -171,12 +182,14 @@ async def test_a_group_that_expired_is_sampled_again_and_the_run_reaches_its_las
     assert "old" not in {rollout.id for batch in run.learner.batches for rollout in batch}
 
 
+@in_virtual_time
 async def test_rewards_that_score_nothing_end_the_run_with_what_they_did():
     with pytest.raises(ExceptionGroup) as failure:
         await finish(parts(rewards=Rewards(broken=True)))
     assert failure.group_contains(RewardError, match="reward/failed")
 
 
+@in_virtual_time
 async def test_a_skipped_update_keeps_its_batch_and_its_version_is_published_like_any_other():
     run = await finish(parts(learner=Learner(1, skips=frozenset({1, 2, 4}))))
     assert run.watch.kept == [(step, "the loss is nan", 3) for step in (2, 3, 5)]
@@ -184,6 +197,7 @@ async def test_a_skipped_update_keeps_its_batch_and_its_version_is_published_lik
     assert run.watch.steps == [1, 2, 3, 4, 5, 6]
 
 
+@in_virtual_time
 async def test_skipped_steps_in_a_row_end_the_run_with_the_reason_after_the_last_was_written():
     run = parts(learner=Learner(1, skips=frozenset({0, 2, 3, 4, 5})))
     with pytest.raises(ExceptionGroup) as failure:
@@ -196,6 +210,7 @@ async def test_skipped_steps_in_a_row_end_the_run_with_the_reason_after_the_last
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
+@in_virtual_time
 async def test_what_a_rollout_pays_for_leaving_the_reference_enters_its_advantage_where_the_reward_is_its_place(place):
     run = parts(steps=2)
     run.config.algorithm.kl = KLConfig(coefficient=0.1, place=place)
@@ -206,6 +221,7 @@ async def test_what_a_rollout_pays_for_leaving_the_reference_enters_its_advantag
         assert [rollout.advantage for rollout in batch] == [-(1.0 - paid) / 2, (1.0 - paid) / 2] * 3
 
 
+@in_virtual_time
 async def test_dynamic_sampling_replaces_groups_with_equal_rewards_until_the_batch_teaches_something():
     run = await finish_refilling(parts(rewards=Rewards(flat=lambda p: p.id % 2 == 0), bound=1, steps=5), refill=8)
     assert {group.prompt.id % 2 for group in run.watch.groups} == {1}
@@ -216,6 +232,7 @@ async def test_dynamic_sampling_replaces_groups_with_equal_rewards_until_the_bat
     assert run.watch.generated == run.watch.trained + masked + run.watch.counts["tokens/expired"]
 
 
+@in_virtual_time
 async def test_dynamic_sampling_ends_after_so_many_batches_and_takes_what_there_is():
     run = await finish_refilling(parts(rewards=Rewards(flat=lambda prompt: True), bound=0, steps=3), refill=2)
     assert [metrics["filter/replaced_groups"] for metrics in run.watch.metrics] == [6, 6, 6]
@@ -227,18 +244,21 @@ async def finish_refilling(run: Parts, refill: int) -> Parts:
     return await finish(run)
 
 
+@in_virtual_time
 async def test_an_error_in_an_engine_ends_the_run_instead_of_leaving_the_learner_waiting():
     with pytest.raises(ExceptionGroup) as failure:
         await finish(parts(engines=Engines(error_after=4)))
     assert failure.group_contains(RuntimeError, match="the engine broke")
 
 
+@in_virtual_time
 async def test_nothing_is_sampled_beyond_what_the_steps_need():
     run = await finish(parts(steps=4, bound=3))
     assert run.engines.calls == 4 * 3
     assert len(run.groups.buffer) == 0
 
 
+@in_virtual_time
 async def test_an_engine_that_joins_gets_the_published_version_at_once():
     run = parts(steps=3, bound=1)
     run.engines.joined.set()
@@ -263,6 +283,7 @@ class Stalling(Engines):
         return [replace(first, finish_reason="failed"), *others]
 
 
+@in_virtual_time
 async def test_a_failed_rollout_is_left_out_and_its_group_carries_on():
     run = await finish(parts(engines=Stalling(), steps=3))
     for group in run.watch.groups:
@@ -270,6 +291,7 @@ async def test_a_failed_rollout_is_left_out_and_its_group_carries_on():
         assert not any(group.rollouts[0].rollout.loss_mask)
 
 
+@in_virtual_time
 async def test_a_failed_rollout_costs_its_group_where_that_is_asked_for():
     run = parts(engines=Stalling(), steps=3, drop_group=True)
     with pytest.raises(ExceptionGroup) as failure:

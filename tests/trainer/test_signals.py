@@ -12,13 +12,16 @@ from trainer.signals import SAME_SIGNAL_SECONDS, descendants
 
 PROGRAM = """
 import asyncio, subprocess, sys
-from trainer.signals import interrupts
+from trainer import signals
+
+if len(sys.argv) > 1:
+    signals.SAME_SIGNAL_SECONDS = float(sys.argv[1])
 
 async def main():
     # A child with a child, in a process group of its own: neither gets the signals that its parent gets.
     child = subprocess.Popen(["bash", "-c", "sleep 300 & wait"], start_new_session=True)
-    print("started", child.pid, flush=True)
-    with interrupts(asyncio.current_task()):
+    with signals.interrupts(asyncio.current_task()):
+        print("started", child.pid, flush=True)
         while True:
             try:
                 await asyncio.sleep(300)
@@ -30,8 +33,10 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def process():
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as started:
+def process(request):
+    """The program above; a test's parameter is its argument."""
+    words = [sys.executable, "-c", PROGRAM, *map(str, [request.param] if hasattr(request, "param") else [])]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as started:
         yield started
         started.kill()
 
@@ -66,6 +71,7 @@ def test_a_second_ctrl_c_ends_the_process_and_all_below_it_at_once(process, seco
     assert all_gone(below)
 
 
+@pytest.mark.parametrize("process", [600.0], indirect=True, ids=["a long moment"])
 def test_a_signal_that_comes_twice_in_a_moment_is_one(process):
     assert process.stdout.readline().startswith("started")
     process.send_signal(signal.SIGINT)

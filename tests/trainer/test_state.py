@@ -175,7 +175,7 @@ async def test_an_interrupt_while_a_checkpoint_gets_its_name_writes_its_own_behi
 
     def slowly(temporary: Path, final: Path) -> None:
         naming.set()
-        go_on.wait(10.0)
+        go_on.wait(120.0)
         move_into_place(temporary, final)
         events.append("named")
 
@@ -184,7 +184,7 @@ async def test_an_interrupt_while_a_checkpoint_gets_its_name_writes_its_own_behi
     running.config.run_dir = str(tmp_path)
     running.watch.state_dict = lambda: TOTALS
     first = asyncio.create_task(save_checkpoint(running, {}))
-    await asyncio.to_thread(naming.wait, 10.0)
+    assert await asyncio.to_thread(naming.wait, 120.0)
     first.cancel()
     await asyncio.wait({first})
     second = asyncio.create_task(save_checkpoint(running, {}))

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from tests.brake import FUNCTIONS_IN_THE_WORKER
 from tests.tiny import CONTEXT, EVERY, engine_settings, tiny_llama
 
 
@@ -28,9 +29,7 @@ async def started(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFacto
     model.save_pretrained(folder)  # type: ignore[operator]
     sampling = Sampling(max_tokens=CONTEXT - 20, temperature=0.0, max_model_len=CONTEXT)
     settings = engine_settings(folder, sampling, running=4)
-    # With it a function can be run in vLLM's worker, to look at it or to break it.
-    environment = settings.environment | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    engine = Engine(replace(settings, environment=environment))
+    engine = Engine(replace(settings, environment=settings.environment | FUNCTIONS_IN_THE_WORKER))
     await engine.start()
     yield engine, await engine.prompt_logprobs(EVERY.sequences)
     await engine.shutdown()

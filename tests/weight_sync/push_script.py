@@ -95,4 +95,4 @@ class Script:
 
 
 def pusher(script: Script, **options) -> Pusher:
-    return Pusher(learner=script, engines=script, connect=script.connect, **{"timeout": 5.0, **options})
+    return Pusher(learner=script, engines=script, connect=script.connect, **{"timeout": 120.0, **options})

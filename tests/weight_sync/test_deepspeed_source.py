@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from tests.ports import port_for_later
 from weight_sync.delta import Patch
-from weight_sync.group import free_port
 from weight_sync.manifest import Manifest
 from weight_sync.snapshot import Snapshot
 from weight_sync.source import DeepSpeedSource, NonFiniteWeightError, TensorMeta
@@ -167,7 +167,7 @@ def _copied(source: DeepSpeedSource) -> dict[str, torch.Tensor]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both ranks have written."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(_rank, (free_port("127.0.0.1"), str(folder)), nprocs=2)
+    multiprocessing.spawn(_rank, (port_for_later(), str(folder)), nprocs=2)
     return folder
 
 

@@ -275,7 +275,7 @@ def test_a_port_that_is_taken_is_an_error_on_the_sender_that_names_it(engine, mo
         taken.listen()
         port = taken.getsockname()[1]
         sender = WeightSender(
-            DeepSpeedSource(model_a, bucket_bytes=50_000), backend="gloo", bucket_bytes=50_000, timeout=3.0
+            DeepSpeedSource(model_a, bucket_bytes=50_000), backend="gloo", bucket_bytes=50_000, timeout=10.0
         )
         with pytest.raises(PushError, match=f"connect.*127.0.0.1:{port}") as caught:
             sender.connect_client(engine.client, "127.0.0.1", port, 2)

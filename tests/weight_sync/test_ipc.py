@@ -63,6 +63,7 @@ def test_the_shared_buffer_holds_a_bucket_and_the_largest_tensor():
 def test_a_worker_of_vllm_reads_the_text_as_the_handles_that_its_trainer_side_sent(monkeypatch):
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)  # engines of other tests may have set it
     recorder = Recorder()
     HandleClient(recorder).update_weights(asdict(IPCWeightTransferUpdateInfo(**UPDATE)))
     with pytest.raises(ValueError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):

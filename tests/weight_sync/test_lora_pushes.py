@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from generator.engine import Engine
 from generator.link import EngineError
 from generator.resume import Sampling
 from generator.rollout import Rollout
+from tests.brake import FUNCTIONS_IN_THE_WORKER, begun, braked
 from tests.tiny import (
     BUCKET_BYTES,
     CONTEXT,
@@ -102,9 +104,10 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(1).save_pretrained(folder)  # type: ignore[operator]
     sampling = Sampling(max_tokens=60, temperature=0.0, max_model_len=CONTEXT)
-    engine = Engine(
-        engine_settings(folder, sampling, running=4, lora_rank=RANK, lora_targets=tuple(TARGETS), block_size=BLOCK)
+    settings = engine_settings(
+        folder, sampling, running=4, lora_rank=RANK, lora_targets=tuple(TARGETS), block_size=BLOCK
     )
+    engine = Engine(replace(settings, environment=settings.environment | FUNCTIONS_IN_THE_WORKER))
     await engine.start()
     yield engine
     await engine.shutdown()
@@ -163,12 +166,12 @@ async def test_an_adapter_pushed_in_mid_generation_samples_exactly_the_tokens_th
 ):
     one_engine.mode = mode
     served = await pusher.push(next(versions))
-    before, old = (await adapted.stats())["generated_tokens"], copy.deepcopy(live)
-    task = generation(adapted)
-    while (await adapted.stats())["generated_tokens"] < before + 8:  # noqa: ASYNC110
-        await asyncio.sleep(0.002)
-    train(live, 3)
-    report = await pusher.push(next(versions))
+    old = copy.deepcopy(live)
+    async with braked(adapted, steps=2, seconds=0.5):
+        task = generation(adapted)
+        await begun(adapted, 4)
+        train(live, 3)
+        report = await pusher.push(next(versions))
     assert report.bytes < report.dense_bytes
     rollouts = (await asyncio.wait_for(task, 120)).rollouts
     assert_sampled_by(rollouts, {served.version: old, report.version: live})

@@ -109,7 +109,7 @@ class Sharded(DeepSpeedSource):
 
 
 def test_a_base_that_cannot_be_sent_leaves_no_rank_behind_in_a_gather(model):
-    source = partial(Sharded, both=threading.Barrier(2, timeout=20))
+    source = partial(Sharded, both=threading.Barrier(2, timeout=120))
     first, second = (adapter_sender(model, None, source, rank=rank) for rank in range(2))
     for sender in (first, second):
         sender.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -73,7 +74,14 @@ class Engines:
 
 
 def vllm_processes() -> set[psutil.Process]:
-    return {child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")}
+    return {child for child in psutil.Process().children(recursive=True) if name_of(child).startswith("VLLM")}
+
+
+def name_of(process: psutil.Process) -> str:
+    """Nothing of one that has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -113,8 +121,8 @@ async def engines(tmp_path_factory):
     yield [single, split]
     await split.shutdown()
     await single.shutdown()
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    _, alive = psutil.wait_procs(processes, timeout=120)
+    assert [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.fixture(scope="module")

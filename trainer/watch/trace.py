@@ -106,7 +106,7 @@ class Trace:
     @contextlib.contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
         """Record the time that the body takes, on a row that no other span is open on."""
-        start, clock = time.time(), time.perf_counter()
+        clock, start = time.perf_counter(), time.time()
         with self._lock:
             row = next((row for row in self._rows(track) if row.opened is None), None) or self._new_row(track)
             row.opened = start

@@ -30,7 +30,8 @@ def mask(rows: list[tuple[float, float, bool]], limit: float) -> list[bool]:
     return second_moment_mask(*columns, torch.tensor([row[2] for row in rows], dtype=torch.bool), limit).tolist()
 
 
-@given(ROWS, st.sampled_from([0.0, 0.04, 0.2, 1.0]))
+# No mean of such squares is one of the limits: which side it falls on then would be a matter of rounding.
+@given(ROWS, st.sampled_from([0.0, 0.04137, 0.20373, 1.00731]))
 @settings(max_examples=200, deadline=None)
 def test_the_furthest_tokens_go_until_the_rest_agree_whatever_the_order(rows, limit):
     assert mask(rows, limit) == dropping_one_after_another(rows, limit)

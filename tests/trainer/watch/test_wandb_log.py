@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 
-def start(tmp_path: Path, mode: str, end: str = "60", **environment: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, mode: str, end: str = "240", **environment: str) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
@@ -93,7 +93,7 @@ def wait_until(condition, seconds: float = 120.0) -> bool:
 @pytest.mark.engine
 def test_an_offline_run_is_read_back_from_its_file(tmp_path, temporary):
     process = start(tmp_path, "auto", TMPDIR=str(temporary))
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "offline: not logged in" in output
     assert "wandb sync" in output
@@ -117,7 +117,7 @@ def test_an_offline_run_is_read_back_from_its_file(tmp_path, temporary):
 
 @pytest.mark.engine
 def test_disabled_does_not_even_import_wandb(tmp_path):
-    output, _ = start(tmp_path, "disabled").communicate(timeout=60)
+    output, _ = start(tmp_path, "disabled").communicate(timeout=300)
     assert "wandb imported: False" in output
     assert not (tmp_path / "run" / "wandb").exists()
 
@@ -126,7 +126,7 @@ def test_disabled_does_not_even_import_wandb(tmp_path):
 def test_a_server_that_refuses_leads_to_an_offline_run_and_says_so(tmp_path):
     key = "a" * 40
     process = start(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "offline: logged in, but the server could not be used" in output
     assert key not in output
@@ -137,7 +137,7 @@ def test_a_server_that_refuses_leads_to_an_offline_run_and_says_so(tmp_path):
 @pytest.mark.engine
 def test_a_malformed_key_leads_to_an_offline_run(tmp_path):
     process = start(tmp_path, "auto", WANDB_API_KEY="short")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "offline: the wandb credentials cannot be used" in output
 
@@ -145,7 +145,7 @@ def test_a_malformed_key_leads_to_an_offline_run(tmp_path):
 @pytest.mark.engine
 def test_a_wandb_that_does_not_end_is_left_behind_in_time_and_without_its_process(tmp_path):
     process = start(tmp_path, "online", "0.5", WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "did not finish" in output
     assert "Traceback" not in output
@@ -160,7 +160,7 @@ def test_a_run_that_is_killed_leaves_no_wandb_process_and_no_files_outside_its_f
     assert "offline" in process.stdout.readline()
     assert services(process.pid) != []
     process.send_signal(kill)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert wait_until(lambda: services(process.pid) == [])
     assert [path.name for path in temporary.iterdir() if path.name.endswith(("wandb-media", "wandb-artifacts"))] == []
 

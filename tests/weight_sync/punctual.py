@@ -1,0 +1,20 @@
+"""Members of a transfer group that a test counts on: they come in time, however busy the machine is."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+
+def always_come(patch: pytest.MonkeyPatch, *ranks: int) -> None:
+    """The deadline of rank 0 for the others begins when ``ranks`` have come."""
+
+    class Patient(TCPStore):
+        def wait(self, keys: list[str], *limit: Any) -> None:
+            super().wait([f"arrived/{rank}" for rank in ranks], timedelta(seconds=120))
+            super().wait(keys, *limit)
+
+    patch.setattr("weight_sync.group.TCPStore", Patient)
