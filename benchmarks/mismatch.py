@@ -22,8 +22,8 @@ from benchmarks.report import machine, table, write_json
 
 RUNS = (("ci_tiny", "float32"), ("gsm8k_fully_async", "float32"), ("gsm8k_fully_async", "bfloat16"))
 """Recipe, which names the model, and ``model.dtype``."""
-RUN_TIMEOUT = 1200.0
-"""Seconds after which a run has failed."""
+RUN_TIMEOUT = 2400.0
+"""Seconds after which a run has failed. In emulated bfloat16 a step takes up to six minutes."""
 
 
 def measure(recipe: str, dtype: str) -> dict[str, Any]:
