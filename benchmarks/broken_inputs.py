@@ -28,6 +28,8 @@ from tests.trainer.broken_inputs import configurations, data_files
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_CONFIG = 2
+SOON = 10.0
+"""Seconds within which there should be an answer."""
 DEADLINE = 120.0
 """Seconds after which a command is ended: it hangs, or runs."""
 
@@ -92,6 +94,7 @@ def report(kinds: dict[str, list[Answer | None]]) -> dict[str, Any]:
         "not_named": sum(bool(answer.missing) for answer in answers),
         "slowest_seconds": max((answer.seconds for answer in answers), default=0.0),
         "median_seconds": sorted(answer.seconds for answer in answers)[len(answers) // 2] if answers else 0.0,
+        "slow": [f"{answer.what}: {answer.seconds:.1f} s" for answer in answers if answer.seconds > SOON],
         "wrong": [f"{answer.what}: {answer.exit_code}: {answer.said}" for answer in answers if not answer.right],
     }
 
