@@ -14,17 +14,18 @@ Located = tuple[dict[str, Any], str]
 """A row, and where it stands, for messages: ``train.jsonl:3``."""
 
 
-def read_rows(path: Path, key: str = "data.path") -> list[Located]:
-    """The rows of ``path``, which the configuration names as ``key``: ``.csv``, ``.parquet``, else JSON lines.
+def read_rows(name: str | Path, key: str = "data.path") -> list[Located]:
+    """The rows of the file ``name``, which the configuration names as ``key``: ``.csv``, ``.parquet``, else JSON lines.
 
     Blank lines are skipped; a byte order mark and Windows line ends are accepted. Raises :class:`DataError` with the
     file and line of what is wrong.
     """
+    path = Path(name).expanduser()
     if not path.exists():
         raise DataError(f"{key}: there is no file {path} (looked in {path.absolute().parent})")
     if path.is_dir():
         raise DataError(f"{key}: {path} is a folder; give a file of JSON lines, CSV or Parquet")
-    read = {".csv": _csv, ".parquet": _parquet}.get(path.suffix.lower(), json_lines)
+    read = {".csv": _csv, ".parquet": _parquet}.get(path.suffix.lower(), _json_lines)
     try:
         rows = list(read(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -34,15 +35,13 @@ def read_rows(path: Path, key: str = "data.path") -> list[Located]:
     return rows
 
 
-def json_lines(path: Path, wanted: str = "an object") -> Iterator[Located]:
-    """The objects of a file of JSON lines. Raises :class:`DataError` with file and line, what was ``wanted`` in it, and
-    ``OSError`` and ``UnicodeDecodeError`` for a file that cannot be read."""
+def _json_lines(path: Path) -> Iterator[Located]:
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
-            yield _json_object(line, f"{path}:{number}", wanted), f"{path}:{number}"
+            yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
 
 
-def _json_object(line: str, where: str, wanted: str) -> dict[str, Any]:
+def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -52,7 +51,7 @@ def _json_object(line: str, where: str, wanted: str) -> dict[str, Any]:
     except RecursionError as error:
         raise DataError(f"{where}: the line is nested too deeply") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: the line is a JSON {type(row).__name__}, not {wanted}")
+        raise DataError(f"{where}: the line is a JSON {type(row).__name__}, not an object")
     return row
 
 

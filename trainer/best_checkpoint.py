@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint_folder import checkpoints, step_of, torn
+from trainer.checkpoint_folder import step_of, whole_checkpoints
 from trainer.watch.read_folder import number, read_rows
 from trainer.watch.run_folder import write_atomically
 
@@ -48,7 +48,7 @@ def metric_values(run_dir: Path, metric: str) -> dict[int, float]:
 def find_best(run_dir: str | Path, metric: str) -> BestCheckpoint | None:
     """The best whole checkpoint of a run by ``metric``; ``None`` when no checkpoint has a value of it."""
     folder = Path(run_dir).absolute()
-    there = {step_of(path): path for path in checkpoints(folder) if torn(path) is None}
+    there = {step_of(path): path for path in whole_checkpoints(folder)}
     values = metric_values(folder, metric)
     step = best_of(values, there)
     return None if step is None else BestCheckpoint(there[step].name, step, metric, values[step])

@@ -63,6 +63,11 @@ def torn(checkpoint: Path) -> str | None:
     return None
 
 
+def whole_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Those of a run that are whole, oldest first."""
+    return [path for path in checkpoints(run_dir) if torn(path) is None]
+
+
 def _begins_with_zeros(file: Path) -> bool:
     with file.open("rb") as opened:
         head = opened.read(4096)
@@ -119,8 +124,8 @@ def leave_branch(run_dir: str | Path, step: int) -> None:
     They lose their names, so that none is taken for one of the steps that are made now, and are dropped with the next
     checkpoint: until then a run that does not get that far has lost nothing.
     """
-    for path in checkpoints(run_dir):
-        if step_of(path) > step and torn(path) is None:
+    for path in whole_checkpoints(run_dir):
+        if step_of(path) > step:
             left = path.with_name(f".{path.name}.left")
             _remove(left)
             path.rename(left)

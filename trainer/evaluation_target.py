@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainer.checkpoint_folder import STATE_FILE, checkpoints, step_of, torn
+from trainer.checkpoint_folder import STATE_FILE, checkpoints, step_of, torn, whole_checkpoints
 from trainer.checks import ConfigError
 from trainer.compose import check_keys, compose_config, detect_hardware, parse, prepared, typed
 from trainer.config import Config
@@ -53,8 +53,7 @@ def find_target(what: str, overrides: Sequence[str]) -> Target:
     if os.path.isfile(path / "config.json"):
         return _model_target(what, path, overrides)
     if os.path.isfile(path / CONFIG_FILE):
-        whole = [checkpoint for checkpoint in checkpoints(path) if torn(checkpoint) is None]
-        if not whole:
+        if not (whole := whole_checkpoints(path)):
             raise ConfigError(f"the run in {path} has no whole checkpoint to evaluate")
         return _checkpoint_target(whole[-1], overrides)
     if path.is_dir() and path in checkpoints(path.parent.parent):

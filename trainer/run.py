@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from generator.link import root_cause
 from trainer.best_checkpoint import record_best
-from trainer.checkpoint_folder import LEARNER_FOLDER, checkpoints, leave_branch, torn
+from trainer.checkpoint_folder import LEARNER_FOLDER, leave_branch, whole_checkpoints
 from trainer.checks import ConfigError
 from trainer.cluster import Cluster, check_resources
 from trainer.config import Config
@@ -190,8 +190,7 @@ async def save_on_interrupt(parts: Parts, training: asyncio.Task[None]) -> None:
 
 def _where_it_goes_on(run_dir: Path) -> str:
     """What a run has that could write no checkpoint."""
-    whole = [path for path in checkpoints(run_dir) if torn(path) is None]
-    if not whole:
+    if not (whole := whole_checkpoints(run_dir)):
         return "The run has no earlier one"
     return f"The same command with run_dir={run_dir} continues from {whole[-1].name}"
 

@@ -36,16 +36,17 @@ def make_task(config: Config) -> Task:
 def load_data(task: Task, context: TaskContext) -> TaskData:
     """What the task loads. Raises :class:`DataError` for data that is none, and :class:`DottedPathError` where the
     task itself fails."""
-    for key, path in (("data.path", context.data_path), ("data.eval_path", context.eval_path)):
-        if path is not None:
-            check_file(key, path)
+    named = {"data.path": context.data_path, "data.eval_path": context.eval_path}
+    paths = {key: path for key, path in named.items() if path is not None}
+    for key, path in paths.items():
+        check_file(key, path)
     name = type(task).__name__
     try:
         data = _called(lambda: task.load(context), f"task: `{name}.load` failed")
     except DottedPathError as error:
         if isinstance(missing := error.__cause__, FileNotFoundError):
-            for key, path in (("data.path", context.data_path), ("data.eval_path", context.eval_path)):
-                if path is not None and str(missing.filename) == path:
+            for key, path in paths.items():
+                if str(missing.filename) == path:
                     raise DataError(f"{key}: there is no file {path} (looked in {Path.cwd()})") from error
         raise
     if not isinstance(data, TaskData):

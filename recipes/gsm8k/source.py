@@ -20,7 +20,7 @@ def read_file(path: str, key: str = "data.path") -> list[dict[str, str]]:
 
     Raises :class:`DataError` with the file and line of what is wrong, as :func:`recipes.files.read_rows` does.
     """
-    return [checked_row(row, where) for row, where in read_rows(Path(path).expanduser(), key)]
+    return [checked_row(row, where) for row, where in read_rows(path, key)]
 
 
 def checked_row(row: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -81,7 +81,7 @@ def last_boxed(text: str) -> str | None:
 
 def read_file(path: str, columns: Columns, key: str = "data.path") -> list[dict[str, Any]]:
     """The rows of a local file: JSON lines, CSV or Parquet. Raises :class:`DataError` with file and line."""
-    return _checked(read_rows(Path(path).expanduser(), key), columns)
+    return _checked(read_rows(path, key), columns)
 
 
 def read_hub(

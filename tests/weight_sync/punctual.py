@@ -1,4 +1,4 @@
-"""Members of a transfer group that a test counts on: they come in time, however busy the machine is."""
+"""Members of a transfer group: those that a test counts on come in time, however busy the machine is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
+
+LEFT = r"(?i)connection (closed|reset)|broken pipe"
+"""How gloo says that a peer has gone, and not: timed out. Which it says depends on what it was about."""
 
 
 def always_come(patch: pytest.MonkeyPatch, *ranks: int) -> None:

@@ -4,12 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.weight_sync.punctual import always_come
+from tests.weight_sync.punctual import LEFT, always_come
 from weight_sync.buckets import pack
 from weight_sync.group import GlooGroup, TransferGroupError, free_port, receive_buckets, send_buckets
-
-LEFT = r"(?i)connection (closed|reset)|broken pipe"
-"""How gloo says that a peer has gone, and not: timed out. Which it says depends on what it was about."""
 
 
 def _groups(world_size: int, timeout: float) -> list[GlooGroup]:
