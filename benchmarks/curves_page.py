@@ -22,7 +22,7 @@ TEXT = """\
 # Learning curves
 
 A two-layer model from random weights learns to write the letter `a` (`recipe=ci_tiny`): every preset of
-`configs/algorithm`, {seeds} seed(s) each, through the real stack (vLLM, DeepSpeed, Ray, pushes in the middle of
+`configs/algorithm`, {seeds} each, through the real stack (vLLM, DeepSpeed, Ray, pushes in the middle of
 generations), all with the same learning rate, which is tuned for none of them. The reward is the share of the letter;
 all responses are equally long, so how presets weigh lengths does not show. Lines are means over the seeds, bands one
 standard deviation to each side, the means of the other presets grey behind.
@@ -65,8 +65,9 @@ def write_page(docs: Path, runs: Sequence[Run], settings: Mapping[str, Any]) -> 
     for name, picture in pictures.items():
         (docs / f"learning-curves-{name}.svg").write_text(picture)
     jobs, overrides = settings["jobs"], " ".join(f"`{override}`" for override in settings["overrides"])
+    seeds = max(len(group) for group in by_preset.values())
     page = TEXT.format(
-        seeds=max(len(group) for group in by_preset.values()),
+        seeds=f"{seeds} seed{'s' * (seeds != 1)}",
         how=f"(Commit `{settings['commit']}`, {settings['machine']}; {overrides}.)",
         side_by_side=f", with {jobs} runs side by side" if jobs > 1 else "",
         table=table(by_preset),

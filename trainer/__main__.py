@@ -17,6 +17,7 @@ from trainer.checks import ConfigError
 from trainer.compose import CONFIG_MODULE, command_configs, prepared, typed
 from trainer.leave import EXIT_CONFIG, EXIT_INTERRUPTED, leave
 from trainer.ray_session import RaySession
+from trainer.signals import end_at_once
 from trainer.wording import one_line
 
 
@@ -39,13 +40,20 @@ def main() -> int:
     def job(composed: DictConfig) -> None:
         try:
             config = typed(composed)
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
+            sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+            if sweep:
                 # Jobs of a sweep start within the same second; in one folder, each would continue the one before.
                 config.run_dir = f"{config.run_dir}/{HydraConfig.get().job.num}"
             with RaySession(config) as ray_session:
                 from trainer.run import run  # takes seconds: while Ray starts
 
-                exit_codes.append(run(config, ray_session))
+                try:
+                    exit_codes.append(run(config, ray_session))
+                except ConfigError as error:
+                    if sweep:  # its other jobs are still to come
+                        raise
+                    # Ray, in the middle of its start, would take seconds to finish that and to end in order.
+                    end_at_once(_complain(error))
         except ConfigError as error:
             exit_codes.append(_complain(error))
         except KeyboardInterrupt:  # before the run could keep anything

@@ -18,6 +18,7 @@ import torch
 
 from trainer import packed_attention
 from trainer.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from trainer.zero_files import zero_stage
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +76,10 @@ class TransferSpec:
 def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
     """The DeepSpeed configuration of a spec.
 
-    In bfloat16, ZeRO stage 0 becomes 1: DeepSpeed's stage 0 accumulates gradients in bfloat16, its stage 1 in float32.
     Raises ``ValueError`` where the optimizer is to be offloaded and no stage shards it.
     """
     bfloat16 = spec.dtype == "bfloat16"
-    stage = max(spec.learner.zero_stage, 1) if bfloat16 else spec.learner.zero_stage
+    stage = zero_stage(spec.learner.zero_stage, spec.dtype)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         # The true number differs from step to step: the learner sets the boundary and scales the loss itself.

@@ -43,7 +43,8 @@ def prepare(config: Config, found: Callable[[], None] = lambda: None) -> Prepare
         checkpoint = find_checkpoint(config)
         if checkpoint is None:
             return Prepared(inputs, None, None, KeptGroups())
-        return Prepared(inputs, checkpoint, *load_state(checkpoint, config, inputs.prompts, inputs.model.source))
+        model = inputs.model
+        return Prepared(inputs, checkpoint, *load_state(checkpoint, config, inputs.prompts, model.source, model.dtype))
 
 
 @contextlib.contextmanager

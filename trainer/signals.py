@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,15 +42,18 @@ def interrupts(task: asyncio.Task[Any]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def end_at_once() -> NoReturn:
-    """Kill every process below this one, and end this one with 130.
+def end_at_once(code: int = EXIT_INTERRUPTED) -> NoReturn:
+    """Kill every process below this one, and end this one with ``code``, its output written.
 
     Ray's daemons would end by themselves too, but some of them only after a minute in which they look for the others.
     """
     for process in descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
-    os._exit(EXIT_INTERRUPTED)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a signal came in the middle of a write
+            stream.flush()
+    os._exit(code)
 
 
 def descendants(of: int) -> list[int]:

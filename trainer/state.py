@@ -45,7 +45,7 @@ from trainer.groups import KeptGroups
 from trainer.kept_rollouts import read_groups, write_groups
 from trainer.learner_error import LearnerError
 from trainer.watch.totals import RunningTotals
-from trainer.zero_files import CHECKPOINT_TAG, check_stage
+from trainer.zero_files import CHECKPOINT_TAG, check_stage, zero_stage
 
 if TYPE_CHECKING:
     from trainer.data import PromptStream
@@ -111,11 +111,11 @@ def _newest_whole(found: list[Path]) -> Path | None:
 
 
 def load_state(
-    checkpoint: Path, config: Config, prompts: PromptStream, model_source: str = ""
+    checkpoint: Path, config: Config, prompts: PromptStream, model_source: str = "", dtype: str = "float32"
 ) -> tuple[RunState, KeptGroups]:
     """Read a checkpoint's state and groups, move ``prompts`` to its position, and refuse what does not fit this run.
 
-    ``model_source`` says what ``model.path`` names here.
+    ``model_source`` says what ``model.path`` names here, ``dtype`` what it computes in.
 
     Raises :class:`ConfigError` when a file cannot be read, belongs to another model, another ZeRO stage or other
     adapters, or is past ``steps``; the stream raises ``DataError`` for other data or another seed.
@@ -134,7 +134,7 @@ def load_state(
             )
         if state.step > config.steps:
             raise ConfigError(f"the checkpoint {checkpoint} is past `steps={config.steps}`; raise it")
-        _check_stage(checkpoint, config.learner.zero_stage)
+        _check_stage(checkpoint, zero_stage(config.learner.zero_stage, dtype))
         _check_adapters(checkpoint, config)
         RunningTotals().load_state_dict(state.totals["totals"])
         prompts.load_state_dict(state.prompts)  # other data is refused before rollouts of it are looked for
@@ -155,7 +155,7 @@ def _check_stage(checkpoint: Path, stage: int) -> None:
     if not files.is_dir():
         return
     try:
-        check_stage(files, *((stage,) if stage else (0, 1)))  # in bfloat16 stage 0 becomes 1
+        check_stage(files, stage)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -8,6 +8,14 @@ CHECKPOINT_TAG = "learner"
 """The folder, in the learner's of a checkpoint, in which DeepSpeed writes its files."""
 
 
+def zero_stage(configured: int, dtype: str) -> int:
+    """The ZeRO stage of a learner that computes in ``dtype``.
+
+    In bfloat16 stage 0 becomes 1: DeepSpeed's stage 0 accumulates gradients in bfloat16, its stage 1 in float32.
+    """
+    return max(configured, 1) if dtype == "bfloat16" else configured
+
+
 def saved_stages(files: Path) -> tuple[int, ...]:
     """The ZeRO stages that may have written these files, by the names that DeepSpeed 0.19.8 gives them.
 
@@ -20,15 +28,13 @@ def saved_stages(files: Path) -> tuple[int, ...]:
     return (0,)
 
 
-def check_stage(files: Path, *stages: int) -> None:
-    """Raise ``ValueError`` unless one of ``stages``, those that the run may have, may have written these files."""
+def check_stage(files: Path, stage: int) -> None:
+    """Raise ``ValueError`` unless ``stage``, that of the run, may have written these files."""
     saved = saved_stages(files)
-    if not set(saved) & set(stages):
+    if stage not in saved:
+        wrote = " or ".join(map(str, saved))
         raise ValueError(
-            f"the learner checkpoint in {files.parent} was written with learner.zero_stage={_or(saved)}, and the run "
-            f"has {_or(stages)}; the stage must stay (hardware=gpu sets 2, hardware=cluster 3): set learner.zero_stage"
+            f"the learner checkpoint in {files.parent} was written with learner.zero_stage={wrote}, and the run has "
+            f"{stage}; the stage must stay (hardware=gpu sets 2, hardware=cluster 3, and with model.dtype=bfloat16 0 "
+            "becomes 1): set learner.zero_stage"
         )
-
-
-def _or(stages: tuple[int, ...]) -> str:
-    return " or ".join(map(str, stages))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.trainer.broken import chat_model
 from tests.trainer.broken_inputs import configurations, data_files
+from tests.trainer.command import ROOT, command, ended, environment, no_process_left, run
 
 pytestmark = pytest.mark.engine  # processes of the whole command: seconds each even where no engine starts
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGES = (
     "a mistyped recipe",  # before Hydra
     "a file with a tab",  # while it composes
@@ -30,12 +29,43 @@ def test_bad_input_ends_with_exit_code_2_and_one_readable_line(what, tmp_path):
     (tmp_path / "model").mkdir()
     given, names = broken.lay_out(tmp_path, chat_model(tmp_path / "model"))
     done = subprocess.run(
-        [sys.executable, "-m", "trainer", *given, f"run_dir={tmp_path / 'run'}"],
+        command(*given, f"run_dir={tmp_path / 'run'}"),
         capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        env={**environment(), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("Configuration error: ")
     assert [name for name in names if name not in line] == [], line
     assert not (tmp_path / "run").exists()
+    assert no_process_left()
+
+
+SLOW_START = """
+import subprocess, sys, time
+from trainer import __main__, leave, ray_session
+
+def start(config):
+    subprocess.run(["sleep", "3600"])  # a daemon that this thread waits for
+
+ray_session._start, ray_session.END_SECONDS = start, 3600.0
+leave.leave(__main__.main())
+"""
+
+
+LATE = ("recipe=ci_tiny", "hardware=cpu", "engine.max_model_len=25")
+"""What is wrong only with the prompts of the data, which are made while Ray starts."""
+
+
+def test_bad_input_is_answered_before_ray_has_started(tmp_path):
+    done = ended([sys.executable, "-c", SLOW_START, *LATE, f"run_dir={tmp_path / 'run'}"], timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("Configuration error: ")
+    assert no_process_left()
+
+
+def test_every_job_of_a_sweep_is_answered(tmp_path):
+    done = run(*LATE, "--multirun", "seed=1,2", f"run_dir={tmp_path / 'run'}", timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["Configuration error"] * 2
+    assert no_process_left()
