@@ -48,6 +48,7 @@ def small_multiples(
     y_step = tick_step(reached if y_most is None else y_most)
     most = (x_step * TICKS, y_step * TICKS)
     body = [
+        f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(MARGIN[0], 16, title, size=13, weight="bold"),
         _text(MARGIN[0] + (width - MARGIN[0] - GAP[0]) / 2, height - 6, x_label, anchor="middle"),
