@@ -41,7 +41,8 @@ python -m benchmarks.learning_curves
 
 ![reward against seconds](learning-curves-seconds.svg)
 
-Seconds count from the moment at which engine and learner are ready{side_by_side}.
+Seconds count from the moment at which engine and learner are ready{side_by_side}. Where seeds take different times,
+one counts with its first reward until its first step, and with its last one after its last step.
 
 {table}
 """
@@ -86,8 +87,11 @@ def against_rollouts(name: str, runs: Sequence[Run]) -> Curve:
 
 
 def against_seconds(name: str, runs: Sequence[Run]) -> Curve:
-    """The same over wall time, between the slowest first step and the quickest last one."""
-    at = np.linspace(max(run.seconds[0] for run in runs), min(run.seconds[-1] for run in runs), POINTS)
+    """The same over wall time, from the quickest first step to the slowest last one.
+
+    A seed keeps its first reward before its first step, when nothing has been learned yet, and its last one at the end.
+    """
+    at = np.linspace(min(run.seconds[0] for run in runs), max(run.seconds[-1] for run in runs), POINTS)
     rewards = np.array([np.interp(at, run.seconds, run.rewards) for run in runs])
     return Curve(name, at.tolist(), *mean_and_spread(rewards))
 

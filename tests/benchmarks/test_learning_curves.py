@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from benchmarks import learning_curves
@@ -76,9 +77,11 @@ def test_the_table_says_mean_and_deviation_over_the_seeds_of_first_middle_and_la
 
 def test_seeds_that_took_different_times_are_compared_at_the_same_second():
     curve = against_seconds("grpo", [run("grpo", 0, 1.0), run("grpo", 1, 1.0)])
-    assert (curve.x[0], curve.x[-1]) == (2.0, 10.0)
-    assert curve.mean[0] == pytest.approx((0.2 + 0.2) / 2)  # the second step of one, the first of the other
-    assert curve.mean[-1] == pytest.approx((1.0 + 0.6) / 2)
+    assert (curve.x[0], curve.x[-1]) == (1.0, 20.0)
+    assert curve.mean[0] == pytest.approx((0.1 + 0.2) / 2)  # the other's first step is still to come
+    assert curve.mean[-1] == pytest.approx((1.0 + 1.1) / 2)  # one has ended long ago
+    at_ten = pytest.approx((1.0 + 0.6) / 2, abs=0.01)
+    assert float(np.interp(10.0, curve.x, curve.mean)) == at_ten
     assert against_rollouts("grpo", [run("grpo", 0)]).spread == [0.0] * 10
 
 
